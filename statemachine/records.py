@@ -1,0 +1,224 @@
+"""Records: what a tape holds, one after the other, in format 1. Bytes are the codec's business.
+
+Order on tape: Header, Checkpoint (a segment's start), then inputs (RequestArrived,
+RequestCancelled, Finished) before the StepPlanned that saw them, and after each StepPlanned one
+StepDone or StepFailed. Order of application is order on tape.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from .events import Event, Namespace
+from .geometry import Geometry
+
+FORMAT = 1
+
+
+class Parameters(Struct, frozen=True, omit_defaults=True):
+    """How a request is sampled and when it ends.
+
+    temperature 0 is greedy; top_k 0 and top_p 1 and min_p 0 are off. seed is 64 bits.
+    end_tokens end a request and are no part of its answer.
+    """
+
+    max_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+    end_tokens: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    priority: int = 0
+
+
+class Header(Struct, frozen=True, tag=True, omit_defaults=True):
+    """What ran: enough to run it again, and to refuse where that is not the same.
+
+    created_ns: wall clock, the only time outside of StepTimed. digests: of weights, tokenizer and
+    configuration, by name. policy, capabilities: the scheduler's settings and the model's limits.
+    """
+
+    format: int
+    software: str
+    created_ns: int
+    model: str
+    digests: dict[str, str]
+    geometry: Geometry
+    policy: dict[str, bool | int | float | str]
+    capabilities: dict[str, bool | int | str]
+    device: str = ""
+    blas: str = ""
+    sanitize: str = "edges"
+    context_tokens: int = 0
+    layers: int = 0
+    rank: int = 0
+    world: int = 1
+    segment: int = 0
+    redacted: bool = False
+    seeds: dict[str, int] = {}
+
+
+class RequestArrived(Struct, frozen=True, tag=True, omit_defaults=True):
+    """A request entered the queue; `request` is also the id of its first sequence."""
+
+    request: int
+    external_id: str
+    tokens: tuple[int, ...]
+    parameters: Parameters
+    namespace: Namespace = Namespace()
+
+
+class RequestCancelled(Struct, frozen=True, tag=True, omit_defaults=True):
+    """The client went away, or the server gave the request up (`reason`)."""
+
+    request: int
+    reason: str = "cancelled"
+
+
+class Finished(Struct, frozen=True, tag=True, omit_defaults=True):
+    """An end that only the engine can see (a stop string): keep that many answer tokens."""
+
+    request: int
+    tokens_kept: int
+    reason: str
+
+
+class Observation(Struct, frozen=True, omit_defaults=True, array_like=True):
+    """What the caches of one forward saw, not what they were told.
+
+    Per forward, smallest and largest over layers: reads of `offset`, calls of `update_and_fetch`,
+    rows it was given (from the array's shape), calls of `attend`; `strangers` counts uses of other
+    metadata than the step's own. Per piece, in batch order, from the host arrays that the layers
+    used: first RoPE position, rows written (pads included), and per group the visible rows of the
+    last row and xxh3_64 of the block table as read.
+    """
+
+    offset_reads: tuple[int, int]
+    updates: tuple[int, int]
+    rows_updated: tuple[int, int]
+    attends: tuple[int, int]
+    strangers: int
+    starts: tuple[int, ...]
+    rows: tuple[int, ...]
+    visible: tuple[tuple[int, ...], ...]
+    tables: tuple[tuple[int, ...], ...]
+
+
+class ShadowFinding(Struct, frozen=True, omit_defaults=True, array_like=True):
+    """A physical row that holds another row than its sequence should read there."""
+
+    seq: int
+    group: int
+    position: int
+    block: int
+    expected: int
+    found: int
+
+
+class ShadowReport(Struct, frozen=True, omit_defaults=True, array_like=True):
+    """Rows compared in this step, findings (at most 16 kept), and how many there were."""
+
+    checked: int = 0
+    found: int = 0
+    findings: tuple[ShadowFinding, ...] = ()
+
+
+class StepPlanned(Struct, frozen=True, tag=True, omit_defaults=True):
+    """A step's opening events, in order; the pieces of the batch follow from its appends.
+
+    digest: of the state after these events.
+    """
+
+    step: int
+    events: tuple[Event, ...]
+    digest: int
+
+
+class StepDone(Struct, frozen=True, tag=True, omit_defaults=True):
+    """A step's results and closing events.
+
+    sampled: piece numbers (batch order) that sampled; tokens, logits, margins: one for each of
+    them: the token, its logit, and how far it stood above the runner-up (float32).
+    offsets: the offset of each piece's sequence after the closing events (-1: closed);
+    digest: of the state after them.
+    """
+
+    step: int
+    observation: Observation
+    shadow: ShadowReport
+    sampled: tuple[int, ...]
+    tokens: tuple[int, ...]
+    logits: tuple[float, ...]
+    margins: tuple[float, ...]
+    events: tuple[Event, ...]
+    offsets: tuple[int, ...]
+    digest: int
+
+
+class StepFailed(Struct, frozen=True, tag=True, omit_defaults=True):
+    """A forward raised, at `build` (pages are sound) or at `eval` (they are lost), and what undid it.
+
+    `blamed` are the requests that fail for it; the others run again.
+    """
+
+    step: int
+    stage: str
+    error: str
+    blamed: tuple[int, ...]
+    events: tuple[Event, ...]
+    digest: int
+
+
+class StepTimed(Struct, frozen=True, tag=True, omit_defaults=True):
+    """Wall times of a step in microseconds, by part; apart from the rest, for they differ each run."""
+
+    step: int
+    parts_us: dict[str, int]
+
+
+class Gap(Struct, frozen=True, tag=True, omit_defaults=True):
+    """The disk was full: that many records are missing before this one; a Checkpoint follows."""
+
+    records: int
+    reason: str
+
+
+class RequestSnapshot(Struct, frozen=True, omit_defaults=True):
+    """A live request inside of a checkpoint."""
+
+    arrived: RequestArrived
+    output: tuple[int, ...]
+    running: bool
+    cached_tokens: int = -1
+
+
+class Checkpoint(Struct, frozen=True, tag=True, omit_defaults=True):
+    """State and live requests, so that a reader can start here; `state` is the codec's bytes."""
+
+    step: int
+    state: bytes
+    requests: tuple[RequestSnapshot, ...]
+    digest: int
+
+
+class TapeEnded(Struct, frozen=True, tag=True, omit_defaults=True):
+    """The server stopped in order; a tape without it was cut, or its process died."""
+
+    steps: int
+
+
+Record = (
+    Header
+    | RequestArrived
+    | RequestCancelled
+    | Finished
+    | StepPlanned
+    | StepDone
+    | StepFailed
+    | StepTimed
+    | Gap
+    | Checkpoint
+    | TapeEnded
+)
