@@ -1,0 +1,80 @@
+"""Submission: what the HTTP side hands the engine, and what it hears back.
+
+Thread boundary: `submit` and `cancel` may be called from any thread; a sink is called on the
+engine's thread and must not block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from msgspec import Struct
+
+from statemachine.events import Namespace
+from statemachine.records import Parameters
+
+STOP = "stop"
+LENGTH = "length"
+CANCELLED = "cancelled"
+ERROR = "error"
+
+
+class Submission(Struct, frozen=True):
+    """One request: prompt tokens [n], sampling parameters, who may share its rows."""
+
+    tokens: tuple[int, ...]
+    parameters: Parameters
+    external_id: str = ""
+    namespace: Namespace = Namespace()
+
+
+class Update(Struct, frozen=True):
+    """News of one request: answer tokens since the last update; the last one has a finish reason.
+
+    finish_reason: stop, length, cancelled or error (then `error` says why, in one sentence).
+    cached_tokens: prompt tokens that were adopted at first admission; -1 until it was admitted.
+    """
+
+    request: int
+    tokens: tuple[int, ...] = ()
+    finish_reason: str | None = None
+    cached_tokens: int = -1
+    error: str = ""
+
+
+Sink = Callable[[Update], None]
+
+
+class RequestRefused(Exception):
+    """A request that can never be served as it is; `code` is OpenAI's error code for it."""
+
+    def __init__(self, message: str, code: str = "invalid_request_error", param: str = "") -> None:
+        super().__init__(message)
+        self.code = code
+        self.param = param
+
+
+class EngineStopped(Exception):
+    """The engine is not running (stopped, or failed eight times in a row)."""
+
+
+class EngineApi(Protocol):
+    """The engine as HTTP sees it."""
+
+    @property
+    def healthy(self) -> bool:
+        """Whether submissions are accepted and steps still succeed."""
+
+    @property
+    def context_tokens(self) -> int:
+        """The longest prompt + answer that this model and pool can hold."""
+
+    def submit(self, submission: Submission, sink: Sink) -> int:
+        """Queue a request; returns its id. Raises RequestRefused, EngineStopped."""
+
+    def cancel(self, request: int) -> None:
+        """Give a request up; a request that already ended, or is unknown, is left alone."""
+
+    def status(self) -> dict[str, int]:
+        """running, waiting, held, free, cached, num_blocks, steps, preemptions, shadow_found."""
