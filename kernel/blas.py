@@ -1,0 +1,168 @@
+"""BLAS: which library multiplies matrices for MLX on the CPU.
+
+The Linux wheel of mlx-cpu is linked to the reference BLAS, which is some fifty times slower than
+OpenBLAS. An OpenBLAS that is loaded globally before mlx.core is imported takes its place, because
+the dynamic linker searches global libraries first. Call `load_blas` before anything imports mlx.
+
+Never imports mlx, and never changes a setting of the library (OPENBLAS_NUM_THREADS holds).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+from .errors import BlasError
+
+log = logging.getLogger(__name__)
+
+REFERENCE = "reference BLAS (slow)"
+
+CPU_BACKEND = "mlx-cpu"
+CUDA_BACKENDS = ("mlx-cuda-13", "mlx-cuda-12")
+CMEEL, CMEEL_FILE = "cmeel-openblas", "cmeel.prefix/lib/libopenblas.so"
+# cmeel's build is for one kind of CPU (SkylakeX) and dies of an illegal instruction elsewhere.
+CMEEL_NEEDS = frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"})
+DISTRIBUTION_NAMES = ("libopenblas.so.0", "libopenblas.so")
+GFORTRAN = b"libgfortran.so.5"
+
+
+def load_blas() -> str:
+    """Make MLX use a fast BLAS; returns what is in use, for the log and the tape.
+
+    Examples: "OpenBLAS 0.3.31 SkylakeX 2 threads", "Accelerate", "cuBLAS",
+    "reference BLAS (slow)". Calling it again changes nothing.
+    Raises BlasError where no MLX backend is installed, or where mlx.core was imported before.
+    """
+    if sys.platform == "darwin":
+        return "Accelerate"
+    if not sys.platform.startswith("linux"):
+        return "the platform's BLAS"
+    return _load_linux()
+
+
+@functools.cache
+def _load_linux() -> str:
+    if any(_installed(name) for name in CUDA_BACKENDS):
+        return "cuBLAS"
+    if not _installed(CPU_BACKEND):
+        raise BlasError(
+            "MLX has no backend on this machine: install mlxtape[cpu], or mlxtape[cuda13] for an "
+            "NVIDIA GPU (never both in one environment)"
+        )
+    present = _describe(ctypes.CDLL(None))
+    if present is not None:
+        return present
+    if "mlx.core" in sys.modules:
+        raise BlasError(
+            "mlx.core was imported before its BLAS was chosen, which makes it some fifty times "
+            "slower: call kernel.blas.load_blas() before the first import of mlx"
+        )
+    for candidate in _candidates():
+        if _load_global(candidate) and (found := _describe(ctypes.CDLL(None))) is not None:
+            log.info("BLAS: %s from %s", found, candidate)
+            return found
+    log.warning(
+        "no OpenBLAS was found, so MLX uses the reference BLAS, some fifty times slower: install "
+        "your distribution's OpenBLAS (libopenblas0 on Debian and Ubuntu, openblas on others), or "
+        "on a CPU with AVX-512 the PyPI package cmeel-openblas"
+    )
+    return REFERENCE
+
+
+def _installed(name: str) -> bool:
+    try:
+        metadata.distribution(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _candidates() -> Iterator[str]:
+    """Libraries to try, best first: paths, then names for the linker's search."""
+    if _installed(CMEEL):
+        missing = CMEEL_NEEDS - _cpu_flags()
+        if missing:
+            log.info("cmeel-openblas is passed over: this CPU lacks %s", ", ".join(sorted(missing)))
+        else:
+            yield str(metadata.distribution(CMEEL).locate_file(CMEEL_FILE))
+    yield from DISTRIBUTION_NAMES
+
+
+def _cpu_flags() -> frozenset[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    return next(
+        (frozenset(line.split()) for line in lines if line.startswith("flags")), frozenset()
+    )
+
+
+def _load_global(library: str) -> bool:
+    """Load `library` for every later library to see; False where it cannot be loaded."""
+    try:
+        ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
+    except OSError as error:
+        if GFORTRAN.decode() not in str(error) or not _load_gfortran():
+            log.debug("%s: %s", library, error)
+            return False
+        try:
+            ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
+        except OSError as again:
+            log.debug("%s: %s", library, again)
+            return False
+    return True
+
+
+def _load_gfortran() -> bool:
+    """Load the Fortran runtime that mlx-cpu ships, under the name that OpenBLAS asks for.
+
+    The wheel's copy is called libgfortran-<hash>.so.5.0.0, and the linker compares names; so a
+    copy whose own name is written over, in place, is loaded from memory.
+    """
+    folder = Path(str(metadata.distribution(CPU_BACKEND).locate_file("mlx_cpu.libs")))
+    runtime = next(iter(sorted(folder.glob("libgfortran-*.so.5*"))), None)
+    if runtime is None or len(runtime.name) < len(GFORTRAN):
+        return False
+    name = runtime.name.encode()
+    image = runtime.read_bytes().replace(name, GFORTRAN.ljust(len(name), b"\0"))
+    descriptor = os.memfd_create("libgfortran.so.5")
+    try:
+        with os.fdopen(descriptor, "wb", closefd=False) as file:
+            file.write(image)
+        for needed in sorted(folder.glob("libquadmath-*")):
+            ctypes.CDLL(str(needed))
+        ctypes.CDLL(f"/proc/self/fd/{descriptor}")
+    except OSError as error:
+        log.debug("the Fortran runtime of mlx-cpu: %s", error)
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def _describe(library: ctypes.CDLL) -> str | None:
+    """Version, CPU kind and threads of the OpenBLAS that `library` shows; None where it is none."""
+    try:
+        config, core, threads = (
+            library.openblas_get_config,
+            library.openblas_get_corename,
+            library.openblas_get_num_threads,
+        )
+    except AttributeError:
+        return None
+    config.restype = core.restype = ctypes.c_char_p
+    text = config().decode()
+    if "USE64BITINT" in text:
+        raise BlasError(
+            f"the OpenBLAS in use has 64-bit integers ({text}), which MLX cannot call: "
+            "load the build with 32-bit integers instead"
+        )
+    return f"{' '.join(text.split()[:2])} {core().decode()} {threads()} threads"

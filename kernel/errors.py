@@ -1,0 +1,26 @@
+"""Errors of the kernel that a person can act on: one sentence each, what is wrong and what to do.
+
+Owns the types only. Failures of a step (BuildFailed, EvalFailed) live in `batch`.
+"""
+
+from __future__ import annotations
+
+
+class KernelError(Exception):
+    """Base of the errors that a person can act on; its text is one sentence."""
+
+
+class BlasError(KernelError):
+    """No MLX backend is installed, or MLX was imported before its BLAS was chosen."""
+
+
+class ModelError(KernelError):
+    """A model cannot be found, read or served."""
+
+
+class TokenizerError(ModelError):
+    """A tokenizer is missing, or of a kind that is not understood."""
+
+
+class TemplateError(KernelError):
+    """A chat template is missing, broken, or refused the messages: the request's fault."""
