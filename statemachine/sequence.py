@@ -32,10 +32,11 @@ class Sequence(Struct, frozen=True):
     """A sequence's lengths, content and tables; see the module's picture.
 
     keys: the key of each full committed block; packed: its tokens, 8 bytes each.
-    tail: packed tokens of the committed rows after the last full block; tag: of the last row.
+    tail: packed tokens of the committed rows after the last full block.
     tables: per group, block id by block index, NO_BLOCK where released at the front.
-    starts: per group, the first live row. marks: (step, offset after it) of recent appends;
+    starts: per group, the first live row. marks: step and offset after it, of recent appends, flat;
     rows below the newest mark whose step was written are written.
+    line: this record's share of the state's digest, kept so that it need not be hashed twice.
     """
 
     id: int
@@ -47,12 +48,12 @@ class Sequence(Struct, frozen=True):
     keys: tuple[int, ...] = ()
     packed: tuple[bytes, ...] = ()
     tail: bytes = b""
-    tag: int = 0
     tables: tuple[tuple[int, ...], ...] = ()
     starts: tuple[int, ...] = ()
-    marks: tuple[tuple[int, int], ...] = ()
+    marks: tuple[int, ...] = ()
     adopted: int = 0
     preempted: bool = False
+    line: int = 0
 
     @property
     def offset(self) -> int:
@@ -113,9 +114,10 @@ def visible_at(geometry: Geometry, group: int, start: int, end: int) -> int:
 
 def written_rows(sequence: Sequence, written_step: int) -> int:
     """Rows of the sequence whose issuing step was written."""
-    for step, end in reversed(sequence.marks):
-        if step <= written_step:
-            return end
+    marks = sequence.marks
+    for at in range(len(marks) - 2, -1, -2):
+        if marks[at] <= written_step:
+            return marks[at + 1]
     return 0
 
 
