@@ -2,6 +2,10 @@
 
 Used twice on the same tokens: on the engine's thread to see a stop string, and by each response to
 cut the text there. Both come to the same end because both are this class.
+
+The stop string that is complete first wins (of two that end together, the longer one), so that the
+text does not depend on how it was cut into tokens. One pass, a few steps a character: stop strings
+are matched by automata (Knuth, Morris, Pratt), never by searching what was held back again.
 """
 
 from __future__ import annotations
@@ -27,12 +31,12 @@ class TextStream:
 
     def __init__(self, decoder: IncrementalDecoder, stop: tuple[str, ...] = ()) -> None:
         self._decoder = decoder
-        self._stop = tuple(text for text in stop if text)
+        self._matchers = [_Matcher(text) for text in stop if text]
         self._held = ""
         self.stopped = False
 
     def feed(self, token: int) -> str:
-        """Text that may be shown now; after a stop string, `stopped` is True and nothing follows."""
+        """Text that may be shown now; none after a stop string, when `stopped` is True."""
         if self.stopped:
             return ""
         return self._release(self._decoder.add(token))
@@ -42,23 +46,47 @@ class TextStream:
         if self.stopped:
             return ""
         shown = self._release(self._decoder.finish())
-        shown, self._held = shown + ("" if self.stopped else self._held), ""
+        shown, self._held = shown + self._held, ""
         return shown
 
     def _release(self, fresh: str) -> str:
+        if not self._matchers:
+            return fresh
         pending = self._held + fresh
-        found = [at for at in (pending.find(text) for text in self._stop) if at >= 0]
-        if found:
-            self.stopped, self._held = True, ""
-            return pending[: min(found)]
-        keep = self._possible_start(pending)
-        shown, self._held = pending[: len(pending) - keep], pending[len(pending) - keep :]
-        return shown
+        for end, character in enumerate(fresh, start=len(self._held) + 1):
+            complete = [m.length for m in self._matchers if m.advance(character)]
+            if complete:
+                self.stopped, self._held = True, ""
+                return pending[: end - max(complete)]
+        shown_end = len(pending) - max(matcher.matched for matcher in self._matchers)
+        self._held = pending[shown_end:]
+        return pending[:shown_end]
 
-    def _possible_start(self, pending: str) -> int:
-        """Length of the longest tail of `pending` that some stop string begins with."""
-        longest = max((len(text) for text in self._stop), default=1) - 1
-        for length in range(min(longest, len(pending)), 0, -1):
-            if any(text.startswith(pending[-length:]) for text in self._stop):
-                return length
-        return 0
+
+class _Matcher:
+    """How much of one stop string the text so far ends with: `matched` characters."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._shorter = _shorter_borders(text)
+        self.length = len(text)
+        self.matched = 0
+
+    def advance(self, character: str) -> bool:
+        """Take the next character; True where it completes the stop string."""
+        while self.matched and self._text[self.matched] != character:
+            self.matched = self._shorter[self.matched - 1]
+        if self._text[self.matched] == character:
+            self.matched += 1
+        return self.matched == self.length
+
+
+def _shorter_borders(text: str) -> list[int]:
+    """For each prefix of `text`: length of its longest proper prefix that is also its suffix."""
+    borders, length = [0] * len(text), 0
+    for index in range(1, len(text)):
+        while length and text[index] != text[length]:
+            length = borders[length - 1]
+        length += text[index] == text[length]
+        borders[index] = length
+    return borders
