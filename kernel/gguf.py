@@ -1,0 +1,165 @@
+"""GGUF: one file that holds a model of architecture llama, its tokenizer and its chat template.
+
+Owns the names of the format: metadata keys, tensor names, token types. Reads through MLX, which
+hands Q4_0, Q4_1 and Q8_0 tensors over as weight, scales and biases, in groups of 32.
+
+Source of names and types: the GGUF specification in the ggml project.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from attrs import frozen
+
+from .errors import ModelError
+
+ARCHITECTURE = "llama"
+GROUP_SIZE = 32
+ROPE_FACTORS = "rope_freqs.weight"
+
+NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+KEYS = {
+    "hidden_size": "embedding_length",
+    "num_hidden_layers": "block_count",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "max_position_embeddings": "context_length",
+}
+
+
+@frozen
+class GgufModel:
+    """What a GGUF file holds, in the words of a Hugging Face folder.
+
+    weights: float arrays by mlx-lm's names, quantised ones dequantised (lazily).
+    rope_factors: [head_dim / 2], or None; each divides the rotation speed of its pair.
+    """
+
+    config: dict[str, Any]
+    metadata: dict[str, Any]
+    weights: dict[str, mx.array]
+    rope_factors: mx.array | None
+
+
+def read_gguf(path: Path) -> GgufModel:
+    """Read a GGUF file of architecture llama.
+
+    Raises ModelError: not GGUF, cut short, of another architecture, or a field that is missing or
+    has no meaning here.
+    """
+    try:
+        loaded: Any = mx.load(str(path), format="gguf", return_metadata=True)
+    except (RuntimeError, ValueError, OSError) as error:
+        reason = str(error).removeprefix("[load_gguf] ")
+        raise ModelError(f"{path} cannot be read as GGUF: {reason}") from error
+    tensors, raw = loaded
+    metadata = {key: _plain(value) for key, value in raw.items()}
+    architecture = metadata.get("general.architecture")
+    if architecture != ARCHITECTURE:
+        raise ModelError(
+            f"{path.name} is a GGUF of architecture {architecture}, and only {ARCHITECTURE} is "
+            "served from GGUF: choose a llama model"
+        )
+    rope_factors = tensors.pop(ROPE_FACTORS, None)
+    weights = _weights(tensors)
+    config = _config(path, metadata, weights)
+    if rope_factors is not None:
+        # An unscaled llama3 rope, whose wavelengths the loader then stretches by the factors.
+        config["rope_scaling"] = {"rope_type": "llama3", "factor": 1.0}
+    return GgufModel(config, metadata, weights, rope_factors)
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, mx.array) else value
+
+
+def _weights(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
+    """Rename and dequantise; a name that is not known is kept, and so is found left over."""
+    weights = {}
+    for name, tensor in tensors.items():
+        if not name.endswith((".scales", ".biases")):
+            weights[_rename(name)] = _dequantised(name, tensor, tensors)
+    return weights
+
+
+def _rename(name: str) -> str:
+    found = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.weight", name)
+    if found is None or found[2] not in NAMES:
+        return name
+    prefix = f"model.layers.{found[1]}." if found[1] else ""
+    return f"{prefix}{NAMES[found[2]]}.weight"
+
+
+def _dequantised(name: str, tensor: mx.array, tensors: Mapping[str, mx.array]) -> mx.array:
+    stem = name.removesuffix(".weight")
+    scales = tensors.get(f"{stem}.scales")
+    if scales is None:
+        return tensor
+    # A uint32 holds 32 / bits values and a scale stands for 32 of them.
+    bits = tensor.shape[-1] // scales.shape[-1]
+    return mx.dequantize(tensor, scales, tensors[f"{stem}.biases"], GROUP_SIZE, bits)
+
+
+def _config(path: Path, metadata: Mapping[str, Any], weights: Mapping[str, Any]) -> dict[str, Any]:
+    """The model's config.json, had it one."""
+
+    def field(key: str, default: Any = None) -> Any:
+        value = metadata.get(f"{ARCHITECTURE}.{key}", default)
+        if value is None:
+            raise ModelError(f"{path.name} lacks the field {ARCHITECTURE}.{key}: convert it again")
+        return value
+
+    config: dict[str, Any] = {name: field(key) for name, key in KEYS.items()}
+    heads = config["num_attention_heads"]
+    head_dim = field("attention.key_length", config["hidden_size"] // heads)
+    if field("rope.dimension_count", head_dim) != head_dim or field("expert_count", 0):
+        raise ModelError(
+            f"{path.name} has experts or rotates a part of each head, which is not served from "
+            "GGUF: use a plain llama model"
+        )
+    embedding = weights.get("model.embed_tokens.weight")
+    if embedding is None:
+        raise ModelError(f"{path.name} has no tensor token_embd.weight: fetch or convert it again")
+    return config | {
+        "model_type": ARCHITECTURE,
+        "num_key_value_heads": field("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "vocab_size": embedding.shape[0],
+        "rope_theta": field("rope.freq_base", 10000.0),
+        # Rows of q and k are stored so that neighbours rotate together.
+        "rope_traditional": True,
+        "rope_scaling": _rope_scaling(path, field),
+        "tie_word_embeddings": "lm_head.weight" not in weights,
+    }
+
+
+def _rope_scaling(path: Path, field: Any) -> dict[str, Any] | None:
+    kind = field("rope.scaling.type", "none")
+    if kind == "none":
+        return None
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": field("rope.scaling.factor")}
+    raise ModelError(
+        f"{path.name} scales its positions by {kind!r}, which is not served from GGUF: use the "
+        "model's Hugging Face folder"
+    )

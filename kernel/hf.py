@@ -1,0 +1,186 @@
+"""Hugging Face folders: config.json, safetensors, tokenizer.json.
+
+Owns the checks that come before a load: fields of the config, headers of the safetensors files.
+The load itself is mlx-lm's, quantised folders included. Never runs code that a folder brings.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from attrs import frozen
+from mlx_lm.models import llama
+from mlx_lm.utils import dequantize_model, load_config
+from mlx_lm.utils import load_model as load_weights
+from safetensors import SafetensorError, safe_open
+
+from .errors import ModelError, TokenizerError
+from .tensors import Shape, compare_shapes, parameter_shapes
+from .tokenizer import Tokenizer
+
+MODEL_TYPES = ("llama", "mistral")
+REQUIRED_FIELDS = (
+    "hidden_size",
+    "num_hidden_layers",
+    "intermediate_size",
+    "num_attention_heads",
+    "rms_norm_eps",
+    "vocab_size",
+    "max_position_embeddings",
+)
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+QUANTISED_SUFFIXES = (".scales", ".biases")
+
+
+@frozen
+class Folder:
+    """A folder's model, loaded, and the files that its digests are made of."""
+
+    model: Any
+    config: dict[str, Any]
+    tokenizer: Tokenizer
+    weight_files: list[Path]
+    tokenizer_files: list[Path]
+
+
+def read_folder(path: Path, *, dequantise: bool) -> Folder:
+    """Load a folder whose model_type is llama or mistral.
+
+    Raises ModelError or TokenizerError: a file or field is missing or damaged, tensors are
+    missing, left over or of another shape.
+    """
+    config = _config(path)
+    tokenizer, tokenizer_files = _tokenizer(path, config)
+    weight_files = sorted(path.glob("model*.safetensors"))
+    if not weight_files:
+        raise ModelError(
+            f"{path} holds no model*.safetensors: convert the model to safetensors, or give a "
+            ".gguf file"
+        )
+    shapes = _headers(weight_files)
+    config.setdefault("tie_word_embeddings", "lm_head.weight" not in shapes)
+    _check(path, config, shapes)
+    try:
+        model, config = load_weights(path, lazy=True, model_config=config)
+    except (ValueError, KeyError, OSError, RuntimeError) as error:
+        raise ModelError(f"{path} cannot be loaded: {error}") from error
+    if dequantise and config.get("quantization"):
+        model = dequantize_model(model)
+    return Folder(model, config, tokenizer, weight_files, tokenizer_files)
+
+
+def build_llama(config: Mapping[str, Any]) -> Any:
+    """mlx-lm's module for a config of type llama; its parameters are not computed."""
+    classes: Any = llama
+    return classes.Model(classes.ModelArgs.from_dict(config))
+
+
+def _config(path: Path) -> dict[str, Any]:
+    try:
+        config: dict[str, Any] = load_config(path)
+    except FileNotFoundError as error:
+        raise ModelError(f"{path} holds no config.json: give a model's folder") from error
+    except (ValueError, OSError) as error:
+        raise ModelError(f"{path / 'config.json'} cannot be read: {error}") from error
+    kind = config.get("model_type")
+    if kind not in MODEL_TYPES:
+        raise ModelError(
+            f"{path} has model_type {kind!r}, and only {' and '.join(MODEL_TYPES)} are served: "
+            "choose such a model"
+        )
+    # Newer configs keep everything about rotation in one place, where mlx-lm does not look.
+    rope = dict(config.get("rope_parameters") or {})
+    if theta := rope.pop("rope_theta", None):
+        config.setdefault("rope_theta", theta)
+    if rope.get("rope_type", "default") != "default":
+        config.setdefault("rope_scaling", rope)
+    missing = [field for field in REQUIRED_FIELDS if config.get(field) is None]
+    if missing:
+        raise ModelError(
+            f"{path / 'config.json'} lacks {', '.join(missing)}: fetch the file again from where "
+            "the model came from"
+        )
+    return config
+
+
+def _headers(files: list[Path]) -> dict[str, Shape]:
+    """Names and shapes of all tensors, without reading them."""
+    shapes: dict[str, Shape] = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="numpy") as opened:
+                for name in opened.keys():  # noqa: SIM118 - not a mapping, it only has keys()
+                    shapes[name] = tuple(opened.get_slice(name).get_shape())
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{file} is damaged ({error}): fetch it again") from error
+    return shapes
+
+
+def _check(path: Path, config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> None:
+    """Compare headers with what the config asks for; nothing of the model is computed."""
+    try:
+        model = build_llama(config)
+    except (TypeError, ValueError, ZeroDivisionError, KeyError) as error:
+        raise ModelError(f"{path / 'config.json'} makes no model: {error}") from error
+    wanted = parameter_shapes(model)
+    found = dict(model.sanitize(shapes))
+    for name in [name for name in found if name.endswith(QUANTISED_SUFFIXES)]:
+        # Packed columns say nothing about the shape, so of a quantised tensor only rows are held.
+        weight = f"{name.rpartition('.')[0]}.weight"
+        if weight in wanted and weight in found and found[weight][0] == wanted[weight][0]:
+            found[weight] = wanted[weight]
+        del found[name]
+    if complaint := compare_shapes(wanted, found):
+        raise ModelError(f"the safetensors in {path} do not match its config.json: {complaint}")
+
+
+def _tokenizer(path: Path, config: Mapping[str, Any]) -> tuple[Tokenizer, list[Path]]:
+    file = path / "tokenizer.json"
+    if not file.is_file():
+        raise TokenizerError(
+            f"{path} holds no tokenizer.json: fetch it from where the model came from, or save the "
+            "tokenizer there with transformers"
+        )
+    try:
+        core = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises a bare Exception
+        raise TokenizerError(f"{file} cannot be read: {error}") from error
+    settings_file, template_file = path / "tokenizer_config.json", path / "chat_template.jinja"
+    settings = _read_json(settings_file) if settings_file.is_file() else {}
+    named = {name: _content(settings.get(name)) for name in NAMED_TOKENS}
+    ends = config.get("eos_token_id")
+    ends = ends if isinstance(ends, list) else [ends]
+    ends.append(core.token_to_id(named["eos_token"]) if named["eos_token"] else None)
+    tokenizer = Tokenizer(
+        core,
+        named={name: text for name, text in named.items() if text is not None},
+        end_tokens=[token for token in ends if token is not None],
+        chat_template=_template(settings, template_file),
+    )
+    return tokenizer, [one for one in (file, settings_file, template_file) if one.is_file()]
+
+
+def _template(settings: Mapping[str, Any], file: Path) -> str | None:
+    """The template of its own file, else of the settings; of several, the one named default."""
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        named = {one.get("name"): one.get("template") for one in template}
+        return named.get("default")
+    return template
+
+
+def _content(token: Any) -> str | None:
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, OSError) as error:
+        raise TokenizerError(f"{file} cannot be read: {error}") from error

@@ -1,0 +1,73 @@
+"""Tensors: what a checkpoint must hold, compared with what it does hold; digests of its files.
+
+Knows names and shapes only, computes nothing, and reads files only to digest them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from mlx.utils import tree_flatten
+
+Shape = tuple[int, ...]
+
+SHOWN_MAX = 3
+CHUNK_BYTES = 1 << 24
+
+
+def parameter_shapes(model: Any) -> dict[str, Shape]:
+    """Name and shape of each of a module's parameters, which need not have been computed."""
+    return {name: tuple(array.shape) for name, array in parameters(model)}
+
+
+def parameters(model: Any) -> list[tuple[str, Any]]:
+    """Name and array of each of a module's parameters."""
+    flat: Any = tree_flatten(model.parameters())
+    return list(flat)
+
+
+def compare_shapes(wanted: Mapping[str, Shape], found: Mapping[str, Shape]) -> str:
+    """What differs, as the end of a sentence; empty where nothing does."""
+    missing = sorted(wanted.keys() - found.keys())
+    left_over = sorted(found.keys() - wanted.keys())
+    wrong = [
+        f"{name} is {list(found[name])}, not {list(wanted[name])}"
+        for name in sorted(wanted.keys() & found.keys())
+        if wanted[name] != found[name]
+    ]
+    parts = [
+        f"{len(names)} tensors {what} ({_shown(names)})"
+        for what, names in (
+            ("are missing", missing),
+            ("are left over", left_over),
+            ("have another shape", wrong),
+        )
+        if names
+    ]
+    return "; ".join(parts)
+
+
+def _shown(names: list[str]) -> str:
+    more = len(names) - SHOWN_MAX
+    return ", ".join(names[:SHOWN_MAX]) + (f" and {more} more" if more > 0 else "")
+
+
+def digest_files(paths: Iterable[Path]) -> str:
+    """xxh3 (128 bits, hex) of the files' names, sizes and bytes, in the order of their names."""
+    digest = xxhash.xxh3_128()
+    for path in sorted(paths, key=lambda path: path.name):
+        digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
+        with path.open("rb") as file:
+            while piece := file.read(CHUNK_BYTES):
+                digest.update(piece)
+    return digest.hexdigest()
+
+
+def digest_json(value: Any) -> str:
+    """xxh3 (128 bits, hex) of a JSON value, whatever the order of its keys."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return xxhash.xxh3_128_hexdigest(text.encode())

@@ -1,0 +1,236 @@
+"""Tokenizer: text to token ids, ids to text, messages to a prompt.
+
+Owns the special and end tokens, the chat template and the bytes of each token. Knows nothing of
+models or caches, and never reads a file.
+
+Special tokens. `encode` and `apply_chat_template` parse the text of a special token (such as
+`<|im_end|>`) as that token wherever it stands: in the template, which needs it, and in the text of
+a message too. A message can thus end its own turn, as with other servers; who must not allow that
+has to refuse such text before it comes here.
+
+Text of tokens. Decoding joins the bytes of the tokens and reads them as UTF-8, which is the same
+for one token at a time and for all at once. Special tokens have no text. Bytes that cannot be
+UTF-8 become U+FFFD; an incomplete character at the end is left out.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from typing import Any
+
+import jinja2
+import tokenizers
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from .errors import TemplateError, TokenizerError
+
+END_TOKEN_NAMES = (
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|end_of_text|>",
+    "<|endoftext|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "</s>",
+)
+"""Special tokens that end an answer whatever the metadata says."""
+
+SPM_SPACE = "\u2581"
+
+
+class Tokenizer:
+    """A vocabulary with its end tokens and chat template."""
+
+    def __init__(
+        self,
+        core: tokenizers.Tokenizer,
+        *,
+        named: Mapping[str, str] | None = None,
+        end_tokens: Iterable[int] = (),
+        chat_template: str | None = None,
+    ) -> None:
+        """`named`: template variables such as bos_token; `end_tokens`: ids that metadata names.
+
+        Raises TokenizerError where the way from tokens to bytes is of a kind not understood.
+        """
+        self._core = core
+        self._named = dict(named or {})
+        self._template = chat_template
+        self._special = frozenset(
+            token for token, added in core.get_added_tokens_decoder().items() if added.special
+        )
+        known = (core.token_to_id(name) for name in END_TOKEN_NAMES)
+        by_name = (token for token in known if token is not None and token in self._special)
+        self.end_tokens: tuple[int, ...] = tuple(sorted({*end_tokens, *by_name}))
+        self.vocab_size: int = core.get_vocab_size(with_added_tokens=True)
+        self._bytes = _TokenBytes(core)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Ids of `text`; a start token is put before it where the model's tokenizer does that."""
+        return list(self._core.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids`: what a Detokenizer yields for them one by one."""
+        detokenizer = Detokenizer(self)
+        return "".join(map(detokenizer.add, ids)) + detokenizer.finish()
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that a token stands for; none for special tokens and ids out of range."""
+        return b"" if token in self._special else self._bytes[token]
+
+    @property
+    def strips_first_space(self) -> bool:
+        """Whether a text's first space belongs to the encoding and is no part of the text."""
+        return self._bytes.strips_first_space
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        **extra: Any,
+    ) -> list[int]:
+        """Ids of the prompt that the model's template makes of `messages`.
+
+        `extra` are further template variables (tools, documents). Raises TemplateError: no
+        template, a template that cannot be parsed, or one that refuses these messages.
+        """
+        text = self.render_chat(messages, add_generation_prompt, **extra)
+        return self.encode(text, add_special_tokens=False)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        **extra: Any,
+    ) -> str:
+        """The prompt's text; see `apply_chat_template`."""
+        variables = {
+            **self._named,
+            "messages": [dict(message) for message in messages],
+            "add_generation_prompt": add_generation_prompt,
+            **extra,
+        }
+        try:
+            return self._compiled.render(variables)
+        except TemplateError:
+            raise
+        except Exception as error:  # a template is a program: whatever it raises is its refusal
+            reason = str(error) or type(error).__name__
+            raise TemplateError(f"the chat template refuses these messages: {reason}") from error
+
+    @cached_property
+    def _compiled(self) -> jinja2.Template:
+        if self._template is None:
+            raise TemplateError(
+                "this model has no chat template: use a chat (instruct) version of it, or put a "
+                "chat_template.jinja into its folder"
+            )
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        try:
+            return environment.from_string(self._template)
+        except jinja2.TemplateError as error:
+            raise TemplateError(f"the model's chat template cannot be parsed: {error}") from error
+
+
+class Detokenizer:
+    """Text of one answer, token by token. Belongs to one answer; never shared."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._strip = tokenizer.strips_first_space
+
+    def add(self, token: int) -> str:
+        """The text that `token` completes; empty while a character is incomplete."""
+        data = self._tokenizer.token_bytes(token)
+        if self._strip and data:
+            self._strip = False
+            data = data.removeprefix(b" ")
+        return self._decoder.decode(data)
+
+    def finish(self) -> str:
+        """The tail: nothing, for an incomplete character at the end is left out."""
+        self._decoder.reset()
+        return ""
+
+
+class _TokenBytes(dict[int, bytes]):
+    """Bytes of each token, worked out when first asked for."""
+
+    def __init__(self, core: tokenizers.Tokenizer) -> None:
+        super().__init__()
+        self._core = core
+        self._added = {
+            token: added.content for token, added in core.get_added_tokens_decoder().items()
+        }
+        decoder = json.loads(core.to_str())["decoder"]
+        parts = decoder["decoders"] if decoder and decoder["type"] == "Sequence" else [decoder]
+        kinds = {part["type"]: part for part in parts if part}
+        self._byte_level = "ByteLevel" in kinds
+        if not self._byte_level and not {"ByteFallback", "Metaspace"} & set(kinds):
+            raise TokenizerError(
+                f"the tokenizer's decoder ({', '.join(kinds) or 'none'}) is not understood: only "
+                "byte-level and SentencePiece vocabularies are"
+            )
+        metaspace = kinds.get("Metaspace", {}).get("prepend_scheme", "never")
+        self.strips_first_space = not self._byte_level and (
+            "Strip" in kinds or metaspace in ("always", "first")
+        )
+
+    def __missing__(self, token: int) -> bytes:
+        data = self._find(token)
+        self[token] = data
+        return data
+
+    def _find(self, token: int) -> bytes:
+        if token in self._added:
+            return self._added[token].encode()
+        text = self._core.id_to_token(token) if token >= 0 else None
+        if text is None:
+            return b""
+        if self._byte_level:
+            return b"".join(_BYTE_OF.get(char) or char.encode() for char in text)
+        if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
+            return bytes([int(text[3:5], 16)])
+        return text.replace(SPM_SPACE, " ").encode()
+
+
+def _byte_alphabet() -> dict[str, bytes]:
+    """GPT-2's alphabet: each byte has a visible character; those without one start at U+0100.
+
+    Source: encoder.py of openai/gpt-2, bytes_to_unicode.
+    """
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(0x100) if byte not in set(visible)]
+    alphabet = {chr(byte): bytes([byte]) for byte in visible}
+    return alphabet | {chr(0x100 + at): bytes([byte]) for at, byte in enumerate(hidden)}
+
+
+_BYTE_OF = _byte_alphabet()
+
+
+def _to_json(value: Any, indent: int | None = None, **_: Any) -> str:
+    # Jinja's own filter escapes HTML, which would put \\u003c into prompts.
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(f"the chat template refuses these messages: {message}")
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)

@@ -1,0 +1,147 @@
+"""Weights: a path or a name to a model that can run, with its tokenizer and digests.
+
+Owns the way from files to an mlx-lm module in memory; `gguf` and `hf` know the formats. On the CPU
+weights are float32, since MLX multiplies narrower and quantised ones many times slower there; on a
+GPU they keep their type. Never downloads anything but the bundled model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from attrs import frozen
+
+from .bundled import BUNDLED, Progress, bundled_model
+from .errors import ModelError
+from .gguf import GgufModel, read_gguf
+from .gguf_vocab import tokenizer_from_gguf
+from .hf import build_llama, read_folder
+from .tensors import compare_shapes, digest_files, digest_json, parameter_shapes, parameters
+from .tokenizer import Tokenizer
+
+
+@frozen
+class LoadedModel:
+    """A model in memory.
+
+    model: the mlx-lm module. config: as config.json has it. name: for `GET /v1/models`.
+    digests: xxh3 of `weights`, `tokenizer` and `config`, 128 bits in hex.
+    context_tokens: the longest sequence that the model was made for.
+    vocab_size: the width of the logits, which may exceed the tokenizer's.
+    """
+
+    model: Any
+    config: dict[str, Any]
+    tokenizer: Tokenizer
+    name: str
+    digests: dict[str, str]
+    layers: int
+    context_tokens: int
+    vocab_size: int
+    num_parameters: int
+    weights_bytes: int
+
+
+def load_model(path_or_name: str, *, progress: Progress | None = None) -> LoadedModel:
+    """Load a Hugging Face folder, a GGUF file, or a bundled model by its name.
+
+    `progress` is told, in a few words, what is waited for. Call `blas.load_blas` before importing
+    this module. Raises ModelError, or its TokenizerError, with one sentence that says what to do.
+    """
+    tell = progress or (lambda _: None)
+    if path_or_name in BUNDLED:
+        path, name = bundled_model(path_or_name, progress), path_or_name
+    else:
+        path = Path(path_or_name).expanduser()
+        name = path.resolve().name.removesuffix(".gguf")
+    tell(f"loading {name}")
+    if path.is_dir():
+        return _from_folder(path, name)
+    if path.is_file() and path.suffix == ".gguf":
+        return _from_gguf(path, name)
+    what = "is neither a folder nor a .gguf file" if path.exists() else "does not exist"
+    raise ModelError(
+        f"the model path {path_or_name} {what}: give a Hugging Face folder with safetensors, a "
+        f".gguf file, or one of {', '.join(BUNDLED)}"
+    )
+
+
+def on_cpu() -> bool:
+    """Whether MLX computes on the CPU, so that weights should be float32."""
+    return bool(mx.default_device().type == mx.cpu)
+
+
+def _from_gguf(path: Path, name: str) -> LoadedModel:
+    held = read_gguf(path)
+    model = build_llama(held.config)
+    _check_tensors(path, model, held.weights)
+    if held.rope_factors is not None:
+        _stretch_rope(path, model, held)
+    dtype = mx.float32 if on_cpu() else mx.float16
+    model.load_weights([(key, value.astype(dtype)) for key, value in held.weights.items()])
+    tokenizer_fields = {k: v for k, v in held.metadata.items() if k.startswith("tokenizer.")}
+    digests = {
+        "weights": digest_files([path]),
+        "tokenizer": digest_json(tokenizer_fields),
+        "config": digest_json(held.config),
+    }
+    return _loaded(model, held.config, tokenizer_from_gguf(held.metadata), name, digests)
+
+
+def _from_folder(path: Path, name: str) -> LoadedModel:
+    folder = read_folder(path, dequantise=on_cpu())
+    if on_cpu():
+        folder.model.set_dtype(mx.float32)
+    digests = {
+        "weights": digest_files(folder.weight_files),
+        "tokenizer": digest_files(folder.tokenizer_files),
+        "config": digest_json(folder.config),
+    }
+    return _loaded(folder.model, folder.config, folder.tokenizer, name, digests)
+
+
+def _loaded(
+    model: Any,
+    config: dict[str, Any],
+    tokenizer: Tokenizer,
+    name: str,
+    digests: dict[str, str],
+) -> LoadedModel:
+    model.eval()
+    arrays = [array for _, array in parameters(model)]
+    mx.eval(arrays)
+    return LoadedModel(
+        model=model,
+        config=config,
+        tokenizer=tokenizer,
+        name=name,
+        digests=digests,
+        layers=len(model.layers),
+        context_tokens=int(config["max_position_embeddings"]),
+        vocab_size=int(config["vocab_size"]),
+        num_parameters=sum(array.size for array in arrays),
+        weights_bytes=sum(array.nbytes for array in arrays),
+    )
+
+
+def _check_tensors(path: Path, model: Any, weights: Mapping[str, mx.array]) -> None:
+    """Raise ModelError where names or shapes are not those that the config asks for."""
+    wanted = parameter_shapes(model)
+    found = {key: tuple(array.shape) for key, array in weights.items()}
+    if complaint := compare_shapes(wanted, found):
+        raise ModelError(f"{path.name} does not match its own metadata: {complaint}")
+
+
+def _stretch_rope(path: Path, model: Any, held: GgufModel) -> None:
+    assert held.rope_factors is not None
+    if held.rope_factors.size != held.config["head_dim"] // 2:
+        raise ModelError(
+            f"{path.name}: rope_freqs.weight has {held.rope_factors.size} factors, not "
+            f"{held.config['head_dim'] // 2}: convert it again"
+        )
+    for layer in model.layers:
+        rope = layer.self_attn.rope
+        rope._freqs = rope._freqs * held.rope_factors.astype(mx.float32)
