@@ -1,7 +1,7 @@
 """Digest: 64 bits that say whether two states are the same state.
 
-The sum modulo 2^64 of xxh3_64 over one line of canonical bytes for each entry of a state (sequences,
-table entries, blocks, queue positions, index entries, pins, counters). A sum can be kept while the
+The sum modulo 2^64 of xxh3_64 over one line of canonical bytes for each entry of a state
+(sequences, table entries, blocks, queue positions, index entries, pins, counters). A sum can be kept while the
 state changes; `recompute` does it from nothing and must agree.
 """
 
@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from xxhash import xxh3_64_intdigest
 
 from .events import NO_BLOCK
 from .sequence import Sequence
-from .state import Block, Entry, State
+
+if TYPE_CHECKING:
+    from .state import Block, Entry, State
 
 MASK = (1 << 64) - 1
 

@@ -67,4 +67,6 @@ def _check_group(number: int, group: Group) -> None:
     if group.kind == WINDOW and group.window < 1:
         raise ValueError(f"group {number}: window must be at least 1, not {group.window}")
     if group.sink < 0 or (group.sink and group.kind != WINDOW):
-        raise ValueError(f"group {number}: sink rows belong to a window group, and are not negative")
+        raise ValueError(
+            f"group {number}: sink rows belong to a window group, and are not negative"
+        )

@@ -12,11 +12,10 @@ free + cached + held = all. Queues are ordered by position, so that nothing depe
 
 from __future__ import annotations
 
-from typing import Any
-
 from immutables import Map
-from msgspec import Struct
+from msgspec import Struct, structs
 
+from .digest import recompute
 from .events import Namespace
 from .geometry import Geometry, check
 from .sequence import Sequence
@@ -112,14 +111,6 @@ class State(Struct, frozen=True):
 
 def new_state(geometry: Geometry) -> State:
     """An empty pool. Raises ValueError where the geometry makes no sense."""
-    from .digest import recompute
-
     check(geometry)
     state = State(geometry=geometry, groups=tuple(GroupState() for _ in geometry.groups))
-    return replace(state, digest=recompute(state))
-
-
-def replace(state: State, **changes: Any) -> State:
-    """A copy with some fields changed."""
-    fields = {name: getattr(state, name) for name in State.__struct_fields__}
-    return State(**{**fields, **changes})
+    return structs.replace(state, digest=recompute(state))

@@ -1,0 +1,344 @@
+"""Commands: from what is wanted to the events that do it, block ids included. Pure.
+
+A command looks at a state and returns events, or raises: IllegalCommand where the caller asked for
+what may not be, PoolExhausted where blocks are missing. It is all or nothing, over rows and groups.
+Blocks are taken in a fixed order: freed ones first in, first out; then ones never used; then the
+least recently used cached ones, whose BlockEvicted events come first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Many
+
+from . import events as ev
+from .errors import IllegalCommand, InvariantBroken, PoolExhausted
+from .events import NO_BLOCK, Event, Namespace
+from .geometry import WINDOW
+from .prefix import Hit, adoption_limit
+from .prefix import lookup as _lookup
+from .sequence import Sequence, written_rows
+from .state import State
+from .transitions import apply_all
+
+Events = tuple[Event, ...]
+
+
+def _sequence(state: State, seq: int) -> Sequence:
+    sequence: Sequence | None = state.sequences.get(seq)
+    if sequence is None:
+        raise IllegalCommand(f"sequence {seq} is not open")
+    return sequence
+
+
+def _checked(state: State, events: Events) -> Events:
+    """The events, if they can be applied; what cannot be is the caller's fault here."""
+    try:
+        apply_all(state, events)
+    except InvariantBroken as error:
+        raise IllegalCommand(str(error)) from error
+    return events
+
+
+def _positive(rows: int, what: str) -> None:
+    if rows < 1:
+        raise IllegalCommand(f"{what} takes at least 1 row, not {rows}")
+
+
+def open_sequence(state: State, seq: int, namespace: Namespace = Namespace()) -> Events:
+    """Open a sequence under a new id, greater than all before."""
+    return _checked(state, (ev.Opened(seq, namespace),))
+
+
+def lookup(state: State, namespace: Namespace, tokens: tuple[int, ...]) -> Hit:
+    """The rows of `tokens` that can be found; changes and pins nothing."""
+    return _lookup(state, namespace, tokens)
+
+
+def adopt(state: State, seq: int, prompt_tokens: tuple[int, ...], hit: Hit | None = None) -> Events:
+    """Share what the index holds of a prompt now, all but its last row; () where it holds nothing.
+
+    A hit from an earlier look-up only bounds the rows: identity is looked up again.
+    """
+    sequence = _sequence(state, seq)
+    if sequence.offset:
+        raise IllegalCommand(f"sequence {seq} has {sequence.offset} rows: only an empty one adopts")
+    limit = adoption_limit(len(prompt_tokens))
+    if hit is not None:
+        if hit.namespace != sequence.namespace:
+            raise IllegalCommand(f"sequence {seq} is in another namespace than the look-up")
+        limit = min(limit, hit.rows)
+    found = _lookup(state, sequence.namespace, prompt_tokens, limit)
+    if not found.rows:
+        return ()
+    tokens = prompt_tokens[: found.rows]
+    return (ev.PrefixAdopted(seq, tokens, len(prompt_tokens), found.blocks),)
+
+
+class _Supply:
+    """The blocks of one group in the order in which they are taken, across several appends."""
+
+    def __init__(self, state: State, group: int) -> None:
+        self._state = state
+        self._group = group
+        self._blocks = self._walk()
+        self.taken = 0
+        self.evictions: list[ev.BlockEvicted] = []
+
+    def _walk(self) -> Iterator[int]:
+        group = self._state.groups[self._group]
+        for position in range(group.free.head, group.free.tail):
+            block = group.free.items.get(position)
+            if block is not None:
+                yield block
+        yield from range(group.unused, self._state.geometry.groups[self._group].num_blocks)
+        for position in range(group.cached.head, group.cached.tail):
+            block = group.cached.items.get(position)
+            if block is not None:
+                entry = self._state.entries[group.blocks[block].entry]
+                self.evictions.append(ev.BlockEvicted(self._group, block, entry.key))
+                yield block
+
+    def take(self, count: int) -> tuple[int, ...]:
+        """The next `count` blocks. Raises PoolExhausted."""
+        blocks: list[int] = []
+        for _ in range(count):
+            block = next(self._blocks, None)
+            if block is None:
+                free = self._state.free_blocks(self._group)
+                cached = self._state.cached_blocks(self._group)
+                raise PoolExhausted(self.taken + count - len(blocks), free, cached, self._group)
+            blocks.append(block)
+            self.taken += 1
+        return tuple(blocks)
+
+    def drain(self) -> list[ev.BlockEvicted]:
+        """Evictions that are due before the next append."""
+        due, self.evictions = self.evictions, []
+        return due
+
+
+def _copies(state: State, sequence: Sequence) -> list[int]:
+    """Groups in which the block that the next row falls in must be copied before it is written."""
+    index, row = divmod(sequence.offset, state.geometry.block_size)
+    if row == 0:
+        return []
+    groups = []
+    for group in state.paged_groups():
+        record = state.groups[group].blocks[sequence.tables[group][index]]
+        if record.refs > 1 or record.entry:
+            groups.append(group)
+    return groups
+
+
+def blocks_needed(state: State, seq: int, rows: int) -> tuple[int, ...]:
+    """How many blocks, per group, an append of `rows` rows takes now, copies counted."""
+    sequence = _sequence(state, seq)
+    wanted = state.geometry.blocks_for(sequence.offset + rows)
+    copies = _copies(state, sequence)
+    return tuple(
+        wanted - len(sequence.tables[group]) + (group in copies) if spec.paged else 0
+        for group, spec in enumerate(state.geometry.groups)
+    )
+
+
+def append(
+    state: State,
+    seq: int,
+    step: int,
+    tokens: tuple[int, ...] | None = None,
+    rows: int | None = None,
+    purpose: str = ev.PROMPT,
+) -> Events:
+    """Issue rows of one purpose in `step`: tokens where they are known, else a number of rows."""
+    count = len(tokens) if tokens is not None else (rows or 0)
+    _positive(count, "an append")
+    if tokens is not None and rows not in (None, len(tokens)):
+        raise IllegalCommand(f"{len(tokens)} tokens are given for {rows} rows")
+    supplies = [_Supply(state, group) for group in range(len(state.geometry.groups))]
+    events = _append(state, supplies, _sequence(state, seq), step, count, tokens, purpose)
+    return _checked(state, tuple(events))
+
+
+def _append(
+    state: State,
+    supplies: list[_Supply],
+    sequence: Sequence,
+    step: int,
+    rows: int,
+    tokens: tuple[int, ...] | None,
+    purpose: str,
+) -> list[Event]:
+    size = state.geometry.block_size
+    events: list[Event] = []
+    for group in _copies(state, sequence):
+        index = sequence.offset // size
+        source, (target,) = sequence.tables[group][index], supplies[group].take(1)
+        events += supplies[group].drain()
+        kept = sequence.offset - index * size
+        events.append(ev.BlockCopied(sequence.id, step, group, index, source, target, kept))
+    wanted = state.geometry.blocks_for(sequence.offset + rows)
+    blocks: list[tuple[int, ...]] = []
+    for group, spec in enumerate(state.geometry.groups):
+        missing = wanted - len(sequence.tables[group]) if spec.paged else 0
+        blocks.append(supplies[group].take(missing))
+        events += supplies[group].drain()
+    events.append(ev.Appended(sequence.id, step, rows, tokens, tuple(blocks), purpose))
+    return events
+
+
+def append_each(
+    state: State, step: int, seqs: Many[int], tokens: tuple[int, ...] | None, purpose: str
+) -> Events:
+    """One row to each of many sequences: those inside their blocks in columns, then the others.
+
+    The order of the batch is the order in which sequences occur in the events.
+    """
+    if not seqs:
+        raise IllegalCommand("an append needs at least one sequence")
+    if tokens is not None and len(tokens) != len(seqs):
+        raise IllegalCommand(f"{len(tokens)} tokens are given for {len(seqs)} sequences")
+    inside, edge = _split_by_edge(state, seqs)
+    events: list[Event] = []
+    if inside:
+        columns = None if tokens is None else tuple(tokens[place] for place in inside)
+        events.append(
+            ev.AppendedEach(step, tuple(seqs[place] for place in inside), columns, purpose)
+        )
+    supplies = [_Supply(state, group) for group in range(len(state.geometry.groups))]
+    for place in edge:
+        row = None if tokens is None else (tokens[place],)
+        sequence = state.sequences[seqs[place]]
+        events += _append(state, supplies, sequence, step, 1, row, purpose)
+    return tuple(events)
+
+
+def _split_by_edge(state: State, seqs: Many[int]) -> tuple[list[int], list[int]]:
+    """Places in `seqs` whose next row stays in its own block, and the others."""
+    size, groups = state.geometry.block_size, state.paged_groups()
+    blocks = [state.groups[group].blocks for group in groups]
+    inside: list[int] = []
+    edge: list[int] = []
+    for place, seq in enumerate(seqs):
+        sequence = _sequence(state, seq)
+        index, row = divmod(sequence.offset, size)
+        alone = row != 0
+        if alone:
+            for group, records in zip(groups, blocks, strict=True):
+                record = records[sequence.tables[group][index]]
+                alone = alone and record.refs == 1 and not record.entry
+        (inside if alone else edge).append(place)
+    return inside, edge
+
+
+def step_written(state: State, step: int) -> Events:
+    """The writes of a step are real."""
+    return _checked(state, (ev.StepWritten(step),))
+
+
+def commit(state: State, seq: int, tokens: tuple[int, ...]) -> Events:
+    """Accept the oldest speculative rows."""
+    _positive(len(tokens), "a commit")
+    return _checked(state, (ev.Committed(seq, tuple(tokens)),))
+
+
+def trim(state: State, seq: int, rows: int) -> Events:
+    """Take `rows` tail rows of any kind back."""
+    _positive(rows, "a trim")
+    return _checked(state, (ev.Trimmed(seq, rows),))
+
+
+def rewind(state: State, seq: int, rows: int) -> Events:
+    """Take `rows` speculative tail rows back."""
+    _positive(rows, "a rewind")
+    return _checked(state, (ev.Rewound(seq, rows),))
+
+
+def front_trim(state: State, seq: int, group: int, rows: int) -> Events:
+    """Move a window on by `rows`."""
+    _positive(rows, "a front trim")
+    return _checked(state, (ev.FrontTrimmed(seq, group, rows),))
+
+
+def front_trims(state: State, seq: int) -> Events:
+    """All that the windows of a sequence may move on now."""
+    sequence = _sequence(state, seq)
+    safe = min(sequence.committed, written_rows(sequence, state.written_step))
+    events: list[Event] = []
+    for group, spec in enumerate(state.geometry.groups):
+        rows = max(0, safe - spec.window + 1) - sequence.starts[group]
+        if spec.kind == WINDOW and rows > 0:
+            events.append(ev.FrontTrimmed(seq, group, rows))
+    return tuple(events)
+
+
+def fork(state: State, seq: int, child: int) -> Events:
+    """Let a new sequence share every row of another."""
+    return _checked(state, (ev.Forked(seq, child),))
+
+
+def publish(state: State, seq: int) -> Events:
+    """Publish all full, written, committed blocks of a sequence that are not in the index yet."""
+    sequence = _sequence(state, seq)
+    full = min(
+        len(sequence.keys),
+        written_rows(sequence, state.written_step) // state.geometry.block_size,
+    )
+    groups = state.paged_groups()
+    fresh: list[Event] = []
+    for index in range(full - 1, -1, -1):
+        added = [
+            ev.BlockPublished(seq, index, group, block, sequence.keys[index])
+            for group in groups
+            if (block := sequence.tables[group][index]) != NO_BLOCK
+            and not state.groups[group].blocks[block].entry
+        ]
+        if not added:
+            break
+        fresh[:0] = added
+    return tuple(fresh)
+
+
+def evict(state: State, blocks: int, group: int | None = None) -> Events:
+    """Evict at most `blocks` cached blocks, least recently used first, of one group or of each."""
+    _positive(blocks, "an eviction")
+    groups = state.paged_groups() if group is None else [group]
+    if group is not None and group not in state.paged_groups():
+        raise IllegalCommand(f"group {group} holds no blocks")
+    events: list[Event] = []
+    for number in groups:
+        cached = state.groups[number].cached
+        found = 0
+        for position in range(cached.head, cached.tail):
+            block = cached.items.get(position)
+            if block is not None and found < blocks:
+                key = state.entries[state.groups[number].blocks[block].entry].key
+                events.append(ev.BlockEvicted(number, block, key))
+                found += 1
+    return tuple(events)
+
+
+def flush(state: State) -> Events:
+    """Evict all cached blocks; blocks in use stay published until they are let go."""
+    most = max((spec.num_blocks for spec in state.geometry.groups), default=0)
+    return evict(state, most) if most else ()
+
+
+def reset(state: State, seq: int) -> Events:
+    """Empty a sequence; it starts again at 0."""
+    return _checked(state, (ev.Reset(seq),))
+
+
+def preempt(state: State, seq: int) -> Events:
+    """Empty a sequence; it waits."""
+    return _checked(state, (ev.Preempted(seq),))
+
+
+def close(state: State, seq: int, reason: str = "") -> Events:
+    """Empty a sequence and forget it."""
+    return _checked(state, (ev.Closed(seq, reason),))
+
+
+def pool_reset(state: State) -> Events:
+    """The page arrays were lost."""
+    return _checked(state, (ev.PoolReset(),))
