@@ -52,7 +52,16 @@ def open_sequence(state: State, seq: int, namespace: Namespace = Namespace()) ->
 
 def lookup(state: State, namespace: Namespace, tokens: tuple[int, ...]) -> Hit:
     """The rows of `tokens` that can be found; changes and pins nothing."""
-    return _lookup(state, namespace, tokens)
+    return _found(state, namespace, tokens, None)
+
+
+def _found(
+    state: State, namespace: Namespace, tokens: tuple[int, ...], rows_max: int | None
+) -> Hit:
+    try:
+        return _lookup(state, namespace, tokens, rows_max)
+    except InvariantBroken as error:
+        raise IllegalCommand(str(error)) from error
 
 
 def adopt(state: State, seq: int, prompt_tokens: tuple[int, ...], hit: Hit | None = None) -> Events:
@@ -68,7 +77,7 @@ def adopt(state: State, seq: int, prompt_tokens: tuple[int, ...], hit: Hit | Non
         if hit.namespace != sequence.namespace:
             raise IllegalCommand(f"sequence {seq} is in another namespace than the look-up")
         limit = min(limit, hit.rows)
-    found = _lookup(state, sequence.namespace, prompt_tokens, limit)
+    found = _found(state, sequence.namespace, prompt_tokens, limit)
     if not found.rows:
         return ()
     tokens = prompt_tokens[: found.rows]

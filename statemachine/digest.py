@@ -1,8 +1,8 @@
 """Digest: 64 bits that say whether two states are the same state.
 
 The sum modulo 2^64 of xxh3_64 over one line of canonical bytes for each entry of a state
-(sequences, table entries, blocks, queue positions, index entries, pins, counters). A sum can be kept while the
-state changes; `recompute` does it from nothing and must agree.
+(sequences, table entries, blocks, queue positions, index entries, pins, counters). A
+sum can be kept while the state changes; `recompute` does it from nothing and must agree.
 """
 
 from __future__ import annotations

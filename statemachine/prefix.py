@@ -1,8 +1,8 @@
 """Prefix index: which computed rows can be found again, and how many of them may be shared.
 
 A hit compares the exact namespace, the parent entry and the tokens; the key only finds candidates.
-So a collision is a miss, never a leak. Whole blocks match; a match that covers the whole prompt uses
-its last block in part, for one row of a prompt must always be computed: it yields the next token.
+So a collision is a miss, never a leak. Whole blocks match; a match that covers the whole prompt
+uses its last block in part, for a prompt's last row is always computed: it yields the next token.
 """
 
 from __future__ import annotations

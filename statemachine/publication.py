@@ -16,7 +16,7 @@ from .state import NO_ENTRY, Entry
 
 
 def published(draft: Draft, sequence: Sequence, event: BlockPublished) -> None:
-    """Index one block of a sequence. Raises InvariantBroken unless it is full, written, committed."""
+    """Index one block of a sequence, which must be full, written and committed."""
     _check(draft, sequence, event)
     parent = parent_entry(draft, sequence, event.index)
     if parent is None:
@@ -63,7 +63,7 @@ def _check(draft: Draft, sequence: Sequence, event: BlockPublished) -> None:
 
 
 def parent_entry(draft: Draft, sequence: Sequence, index: int) -> int | None:
-    """Entry of the block before `index`: of its own block where that is published, else by walking."""
+    """Entry of the block before `index`: as its own block says, else by walking from the root."""
     if index == 0:
         return NO_ENTRY
     for group, table in enumerate(sequence.tables):
@@ -91,7 +91,7 @@ def _find(draft: Draft, sequence: Sequence, parent: int, key: int, tokens: bytes
 
 
 def _adopt_child(draft: Draft, number: int, count: int) -> None:
-    """Count an entry's children; one without blocks and children is dropped, its parents likewise."""
+    """Count an entry's children; one without blocks and children goes, its parents likewise."""
     while number != NO_ENTRY:
         old: Entry = draft.index()[0][number]
         new = structs.replace(old, children=old.children + count)

@@ -158,9 +158,9 @@ class StepDone(Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class StepFailed(Struct, frozen=True, tag=True, omit_defaults=True):
-    """A forward raised, at `build` (pages are sound) or at `eval` (they are lost), and what undid it.
+    """A forward raised, at `build` (pages are sound) or at `eval` (they are lost).
 
-    `blamed` are the requests that fail for it; the others run again.
+    events: what undid it. `blamed` are the requests that fail for it; the others run again.
     """
 
     step: int
@@ -172,7 +172,7 @@ class StepFailed(Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class StepTimed(Struct, frozen=True, tag=True, omit_defaults=True):
-    """Wall times of a step in microseconds, by part; apart from the rest, for they differ each run."""
+    """Wall times of a step in microseconds, by part; the only record that differs each run."""
 
     step: int
     parts_us: dict[str, int]

@@ -14,6 +14,7 @@ import struct
 
 from msgspec import Struct
 
+from .errors import InvariantBroken
 from .events import NO_BLOCK, Namespace
 from .geometry import OPAQUE, WINDOW, Geometry
 
@@ -80,8 +81,11 @@ class Sequence(Struct, frozen=True):
 
 
 def pack(tokens: tuple[int, ...] | list[int]) -> bytes:
-    """Content ids as 8 little-endian bytes each."""
-    return struct.pack(f"<{len(tokens)}Q", *tokens)
+    """Content ids as 8 little-endian bytes each. Raises InvariantBroken for what is no such id."""
+    try:
+        return struct.pack(f"<{len(tokens)}Q", *tokens)
+    except struct.error as error:
+        raise InvariantBroken("a token must be an unsigned 64-bit integer") from error
 
 
 def unpack(data: bytes) -> tuple[int, ...]:
@@ -104,7 +108,7 @@ def visible(geometry: Geometry, sequence: Sequence, group: int) -> int:
 
 
 def visible_at(geometry: Geometry, group: int, start: int, end: int) -> int:
-    """Rows of [0, end) that the row at end - 1 attends to in `group`, where rows from `start` live."""
+    """Rows of [0, end) that the row at end - 1 attends to, where rows from `start` on live."""
     spec = geometry.groups[group]
     if spec.kind != WINDOW:
         return end - start

@@ -1,9 +1,9 @@
 """Tags: the identity of a row, as 64 bits.
 
-Row i's K and V are a function of (model, adapter and its version, salt, tokens 0..i). A row's tag is
-xxh3_64(its block's parent key, the block's tokens up to it); a block's key is its last row's tag;
-the first parent is the namespace's root. Equal tags are a claim, never a proof: whoever shares rows
-compares tokens too (prefix.py).
+Row i's K and V are a function of (model, adapter and its version, salt, tokens 0..i). A row's tag
+is xxh3_64(its block's parent key, the block's tokens up to it); a block's key is its last row's
+tag; the first parent is the namespace's root. Equal tags are a claim, never a proof: whoever
+shares rows compares tokens too (prefix.py).
 """
 
 from __future__ import annotations
