@@ -98,7 +98,7 @@ for _wire in EVENT_WIRES[1:]:
 
 
 class Changes(Struct, frozen=True, array_like=True):
-    """A column that differs from the expected one at some places; `full` where it cannot be told."""
+    """Where a column differs from the expected one; `full` where that cannot be told."""
 
     places: Column = ()
     values: Column = ()

@@ -1,0 +1,342 @@
+"""Packing of records: to their wire shapes and back, with what the tracker expects left out.
+
+For each record that can be packed, unpacking gives back an equal one, whatever its values are: what
+differs from the expected is in full. Frames and bytes are codec.py's, events packing_events.py's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from msgspec import Struct
+
+from . import records as rec
+from . import wire
+from .columns import (
+    Column,
+    pack_changes,
+    pack_floats,
+    pack_ints,
+    unpack_changes,
+    unpack_floats,
+    unpack_ints,
+)
+from .errors import CodecError
+from .packing_events import pack_events, unpack_events
+from .snapshot import decode_state
+from .tracker import Pieces, Tracker
+
+_NO_PIECES = Pieces([], [], [])
+
+
+def _expected_counters(tracker: Tracker, pieces: Pieces) -> tuple[int, ...]:
+    """The last step's counters, with the rows of this step."""
+    rows, last = sum(pieces.rows), tracker.counters
+    return (*last[:4], rows, rows, *last[6:])
+
+
+def _pack_observation(tracker: Tracker, pieces: Pieces, seen: rec.Observation) -> wire.Observation:
+    counters: tuple[int, ...] | None = (
+        *seen.offset_reads, *seen.updates, *seen.rows_updated, *seen.attends, seen.strangers
+    )  # fmt: skip
+    if counters == _expected_counters(tracker, pieces):
+        counters = None
+    else:
+        tracker.counters = counters or ()
+    starts = None if seen.starts == tuple(pieces.starts) else pack_ints(seen.starts)
+    rows = None if seen.rows == tuple(pieces.rows) else pack_ints(seen.rows)
+    packed = wire.Observation(
+        counters,
+        starts,
+        rows,
+        _pack_visible(tracker, pieces, seen),
+        _pack_tables(tracker, pieces, seen),
+    )
+    tracker.observed(pieces, seen)
+    return packed
+
+
+def _ends(pieces: Pieces) -> list[int]:
+    return [start + rows for start, rows in zip(pieces.starts, pieces.rows, strict=True)]
+
+
+def _pack_visible(
+    tracker: Tracker, pieces: Pieces, seen: rec.Observation
+) -> tuple[Column | None, ...] | None:
+    ends = _ends(pieces)
+    known = len(tracker.groups)
+    columns = tuple(
+        None
+        if group < known and column == tuple(tracker.expected_visible(group, ends))
+        else pack_ints(column)
+        for group, column in enumerate(seen.visible)
+    )
+    return None if len(columns) == known and not any(c is not None for c in columns) else columns
+
+
+def _pack_tables(
+    tracker: Tracker, pieces: Pieces, seen: rec.Observation
+) -> tuple[wire.Changes | None, ...] | None:
+    known = len(tracker.groups)
+    packed = tuple(
+        _pack_column(column, tracker.expected_tables(group, pieces) if group < known else None)
+        for group, column in enumerate(seen.tables)
+    )
+    return None if len(packed) == known and not any(c is not None for c in packed) else packed
+
+
+def _pack_column(values: tuple[int, ...], expected: list[int] | None) -> wire.Changes | None:
+    if expected is None or len(expected) != len(values):
+        return wire.Changes(full=pack_ints(values))
+    changes = pack_changes(values, expected)
+    return None if changes is None else wire.Changes(*changes)
+
+
+def _unpack_column(packed: wire.Changes | None, expected: list[int]) -> tuple[int, ...]:
+    if packed is None:
+        return tuple(expected)
+    if packed.full is not None:
+        return unpack_ints(packed.full)
+    return unpack_changes((packed.places, packed.values), expected)
+
+
+def _unpack_observation(
+    tracker: Tracker, pieces: Pieces, packed: wire.Observation
+) -> rec.Observation:
+    counters = packed.counters
+    if counters is None:
+        counters = _expected_counters(tracker, pieces)
+    else:
+        tracker.counters = counters
+    if len(counters) != 9:
+        raise CodecError(f"an observation has {len(counters)} counters instead of 9")
+    ends, known = _ends(pieces), len(tracker.groups)
+    visible = packed.visible if packed.visible is not None else (None,) * known
+    tables = packed.tables if packed.tables is not None else (None,) * known
+    if any(column is None for column in visible[known:]):
+        raise CodecError("an observation leaves out a group that the header does not have")
+    a, b, c, d, e, f, g, h, strangers = counters
+    seen = rec.Observation(
+        offset_reads=(a, b),
+        updates=(c, d),
+        rows_updated=(e, f),
+        attends=(g, h),
+        strangers=strangers,
+        starts=tuple(pieces.starts) if packed.starts is None else unpack_ints(packed.starts),
+        rows=tuple(pieces.rows) if packed.rows is None else unpack_ints(packed.rows),
+        visible=tuple(
+            tuple(tracker.expected_visible(group, ends)) if column is None else unpack_ints(column)
+            for group, column in enumerate(visible)
+        ),
+        tables=tuple(
+            _unpack_column(column, tracker.expected_tables(group, pieces) if group < known else [])
+            for group, column in enumerate(tables)
+        ),
+    )
+    tracker.observed(pieces, seen)
+    return seen
+
+
+def _pack_planned(tracker: Tracker, record: rec.StepPlanned) -> Struct:
+    tracker.begin_plan(record.step)
+    events = pack_events(tracker, record.step, record.events)
+    tracker.end_plan()
+    return wire.StepPlanned(record.step, events, record.digest)
+
+
+def _unpack_planned(tracker: Tracker, packed: wire.StepPlanned) -> rec.Record:
+    tracker.begin_plan(packed.step)
+    events = unpack_events(tracker, packed.step, packed.events)
+    tracker.end_plan()
+    return rec.StepPlanned(packed.step, events, packed.digest)
+
+
+def _pack_done(tracker: Tracker, record: rec.StepDone) -> Struct:
+    pieces = tracker.steps.pop(record.step, _NO_PIECES)
+    observation = _pack_observation(tracker, pieces, record.observation)
+    every = record.sampled == tuple(range(len(pieces.seqs)))
+    tracker.sampled(pieces, record.sampled, record.tokens)
+    events = pack_events(tracker, record.step, record.events)
+    return wire.StepDone(
+        step=record.step,
+        observation=observation,
+        shadow=record.shadow,
+        sampled=None if every else pack_ints(record.sampled),
+        tokens=pack_ints(record.tokens),
+        logits=pack_floats(record.logits),
+        margins=pack_floats(record.margins),
+        events=events,
+        offsets=_pack_column(record.offsets, tracker.expected_offsets(pieces)),
+        digest=record.digest,
+    )
+
+
+def _unpack_done(tracker: Tracker, packed: wire.StepDone) -> rec.Record:
+    pieces = tracker.steps.pop(packed.step, _NO_PIECES)
+    observation = _unpack_observation(tracker, pieces, packed.observation)
+    every = packed.sampled is None
+    sampled = tuple(range(len(pieces.seqs))) if every else unpack_ints(packed.sampled or ())
+    tokens = unpack_ints(packed.tokens)
+    tracker.sampled(pieces, sampled, tokens)
+    events = unpack_events(tracker, packed.step, packed.events)
+    return rec.StepDone(
+        step=packed.step,
+        observation=observation,
+        shadow=packed.shadow,
+        sampled=sampled,
+        tokens=tokens,
+        logits=unpack_floats(packed.logits),
+        margins=unpack_floats(packed.margins),
+        events=events,
+        offsets=_unpack_column(packed.offsets, tracker.expected_offsets(pieces)),
+        digest=packed.digest,
+    )
+
+
+def _pack_failed(tracker: Tracker, record: rec.StepFailed) -> Struct:
+    tracker.steps.pop(record.step, None)
+    events = pack_events(tracker, record.step, record.events)
+    return wire.StepFailed(
+        record.step, record.stage, record.error, record.blamed, events, record.digest
+    )
+
+
+def _unpack_failed(tracker: Tracker, packed: wire.StepFailed) -> rec.Record:
+    tracker.steps.pop(packed.step, None)
+    events = unpack_events(tracker, packed.step, packed.events)
+    return rec.StepFailed(
+        packed.step, packed.stage, packed.error, packed.blamed, events, packed.digest
+    )
+
+
+def _pack_timed(tracker: Tracker, record: rec.StepTimed) -> Struct:
+    names, values = tuple(record.parts_us), tuple(record.parts_us.values())
+    known, tracker.parts = names == tracker.parts, names
+    return wire.StepTimed(record.step, None if known else names, values)
+
+
+def _unpack_timed(tracker: Tracker, packed: wire.StepTimed) -> rec.Record:
+    if packed.parts is not None:
+        tracker.parts = packed.parts
+    if len(tracker.parts) != len(packed.values_us):
+        raise CodecError(f"the times of step {packed.step} do not fit their names")
+    return rec.StepTimed(packed.step, dict(zip(tracker.parts, packed.values_us, strict=True)))
+
+
+def _arrived_wire(record: rec.RequestArrived) -> wire.RequestArrived:
+    tokens = pack_ints(record.tokens)
+    return wire.RequestArrived(
+        record.request, record.external_id, tokens, record.parameters, record.namespace
+    )
+
+
+def _arrived_record(packed: wire.RequestArrived) -> rec.RequestArrived:
+    tokens = unpack_ints(packed.tokens)
+    return rec.RequestArrived(
+        packed.request, packed.external_id, tokens, packed.parameters, packed.namespace
+    )
+
+
+def _pack_arrived(tracker: Tracker, record: rec.RequestArrived) -> Struct:
+    tracker.arrived(record.request, record.tokens)
+    return _arrived_wire(record)
+
+
+def _unpack_arrived(tracker: Tracker, packed: wire.RequestArrived) -> rec.Record:
+    record = _arrived_record(packed)
+    tracker.arrived(record.request, record.tokens)
+    return record
+
+
+def _pack_header(tracker: Tracker, record: rec.Header) -> Struct:
+    tracker.header(record.geometry)
+    return wire.Header(record)
+
+
+def _unpack_header(tracker: Tracker, packed: wire.Header) -> rec.Record:
+    tracker.header(packed.header.geometry)
+    return packed.header
+
+
+def _pack_checkpoint(tracker: Tracker, record: rec.Checkpoint) -> Struct:
+    _follow_checkpoint(tracker, record)
+    requests = tuple(
+        wire.RequestSnapshot(
+            _arrived_wire(it.arrived), pack_ints(it.output), it.running, it.cached_tokens
+        )
+        for it in record.requests
+    )
+    return wire.Checkpoint(record.step, record.state, requests, record.digest)
+
+
+def _unpack_checkpoint(tracker: Tracker, packed: wire.Checkpoint) -> rec.Record:
+    requests = tuple(
+        rec.RequestSnapshot(
+            _arrived_record(it.arrived), unpack_ints(it.output), it.running, it.cached_tokens
+        )
+        for it in packed.requests
+    )
+    record = rec.Checkpoint(packed.step, packed.state, requests, packed.digest)
+    _follow_checkpoint(tracker, record)
+    return record
+
+
+def _follow_checkpoint(tracker: Tracker, record: rec.Checkpoint) -> None:
+    try:
+        sequences = list(decode_state(record.state).sequences.values())
+    except CodecError:
+        sequences = []
+    streams = [(it.arrived.request, [*it.arrived.tokens, *it.output]) for it in record.requests]
+    tracker.checkpoint(streams, sequences)
+
+
+def _pack_cancelled(tracker: Tracker, record: rec.RequestCancelled) -> Struct:
+    tracker.cancelled(record.request)
+    return wire.RequestCancelled(record.request, record.reason)
+
+
+def _unpack_cancelled(tracker: Tracker, packed: Any) -> rec.Record:
+    tracker.cancelled(packed.request)
+    return rec.RequestCancelled(packed.request, packed.reason)
+
+
+_RecordPacker = Callable[[Tracker, Any], Any]
+_RECORDS: dict[type[Struct], tuple[type[Struct], _RecordPacker, _RecordPacker]] = {
+    rec.Header: (wire.Header, _pack_header, _unpack_header),
+    rec.RequestArrived: (wire.RequestArrived, _pack_arrived, _unpack_arrived),
+    rec.RequestCancelled: (wire.RequestCancelled, _pack_cancelled, _unpack_cancelled),
+    rec.StepPlanned: (wire.StepPlanned, _pack_planned, _unpack_planned),
+    rec.StepDone: (wire.StepDone, _pack_done, _unpack_done),
+    rec.StepFailed: (wire.StepFailed, _pack_failed, _unpack_failed),
+    rec.StepTimed: (wire.StepTimed, _pack_timed, _unpack_timed),
+    rec.Checkpoint: (wire.Checkpoint, _pack_checkpoint, _unpack_checkpoint),
+    rec.Finished: (
+        wire.Finished,
+        lambda tracker, it: wire.Finished(it.request, it.tokens_kept, it.reason),
+        lambda tracker, it: rec.Finished(it.request, it.tokens_kept, it.reason),
+    ),
+    rec.Gap: (
+        wire.Gap,
+        lambda tracker, it: wire.Gap(it.records, it.reason),
+        lambda tracker, it: rec.Gap(it.records, it.reason),
+    ),
+    rec.TapeEnded: (
+        wire.TapeEnded,
+        lambda tracker, it: wire.TapeEnded(it.steps),
+        lambda tracker, it: rec.TapeEnded(it.steps),
+    ),
+}
+_PACKERS = {kind: pack for kind, (_, pack, _) in _RECORDS.items()}
+_UNPACKERS = {packed: unpack for packed, _, unpack in _RECORDS.values()}
+
+
+def pack_record(tracker: Tracker, record: rec.Record) -> Any:
+    """A record's wire shape; the tracker goes one record on."""
+    return _PACKERS[type(record)](tracker, record)
+
+
+def unpack_record(tracker: Tracker, packed: Any) -> rec.Record:
+    """The record of `pack_record`. Raises CodecError where it cannot be one."""
+    record: rec.Record = _UNPACKERS[type(packed)](tracker, packed)
+    return record
