@@ -13,6 +13,7 @@ import ctypes
 import functools
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterator
 from importlib import metadata
@@ -26,8 +27,11 @@ REFERENCE = "reference BLAS (slow)"
 
 CPU_BACKEND = "mlx-cpu"
 CUDA_BACKENDS = ("mlx-cuda-13", "mlx-cuda-12")
-CMEEL, CMEEL_FILE = "cmeel-openblas", "cmeel.prefix/lib/libopenblas.so"
-# cmeel's build is for one kind of CPU (SkylakeX) and dies of an illegal instruction elsewhere.
+# PyPI packages that ship a libopenblas with plain symbol names; the first suits any x86-64 and has
+# no small limit on threads. cmeel's is for one kind of CPU (SkylakeX), and dies of an illegal
+# instruction elsewhere.
+PACKAGES = ("ngsolve-openblas", "cmeel-openblas")
+CMEEL = PACKAGES[1]
 CMEEL_NEEDS = frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"})
 DISTRIBUTION_NAMES = ("libopenblas.so.0", "libopenblas.so")
 GFORTRAN = b"libgfortran.so.5"
@@ -69,9 +73,9 @@ def _load_linux() -> str:
             log.info("BLAS: %s from %s", found, candidate)
             return found
     log.warning(
-        "no OpenBLAS was found, so MLX uses the reference BLAS, some fifty times slower: install "
-        "your distribution's OpenBLAS (libopenblas0 on Debian and Ubuntu, openblas on others), or "
-        "on a CPU with AVX-512 the PyPI package cmeel-openblas"
+        "no OpenBLAS that runs here was found, so MLX uses the reference BLAS, some fifty times "
+        "slower: install the PyPI package ngsolve-openblas, or your distribution's OpenBLAS "
+        "(libopenblas0 on Debian and Ubuntu)"
     )
     return REFERENCE
 
@@ -86,12 +90,14 @@ def _installed(name: str) -> bool:
 
 def _candidates() -> Iterator[str]:
     """Libraries to try, best first: paths, then names for the linker's search."""
-    if _installed(CMEEL):
-        missing = CMEEL_NEEDS - _cpu_flags()
+    for package in filter(_installed, PACKAGES):
+        missing = CMEEL_NEEDS - _cpu_flags() if package == CMEEL else frozenset()
         if missing:
-            log.info("cmeel-openblas is passed over: this CPU lacks %s", ", ".join(sorted(missing)))
-        else:
-            yield str(metadata.distribution(CMEEL).locate_file(CMEEL_FILE))
+            log.info("%s is passed over: this CPU lacks %s", package, ", ".join(sorted(missing)))
+            continue
+        files = metadata.files(package) or ()
+        libraries = [file for file in files if re.fullmatch(r"libopenblas[^/]*\.so", file.name)]
+        yield from (str(file.locate()) for file in libraries)
     yield from DISTRIBUTION_NAMES
 
 

@@ -51,7 +51,7 @@ KEYS = {
 class GgufModel:
     """What a GGUF file holds, in the words of a Hugging Face folder.
 
-    weights: float arrays by mlx-lm's names, quantised ones dequantised (lazily).
+    weights: arrays of one float type by mlx-lm's names, quantised ones dequantised (lazily).
     rope_factors: [head_dim / 2], or None; each divides the rotation speed of its pair.
     """
 
@@ -61,8 +61,8 @@ class GgufModel:
     rope_factors: mx.array | None
 
 
-def read_gguf(path: Path) -> GgufModel:
-    """Read a GGUF file of architecture llama.
+def read_gguf(path: Path, dtype: mx.Dtype) -> GgufModel:
+    """Read a GGUF file of architecture llama, its weights as `dtype`.
 
     Raises ModelError: not GGUF, cut short, of another architecture, or a field that is missing or
     has no meaning here.
@@ -81,7 +81,7 @@ def read_gguf(path: Path) -> GgufModel:
             "served from GGUF: choose a llama model"
         )
     rope_factors = tensors.pop(ROPE_FACTORS, None)
-    weights = _weights(tensors)
+    weights = _weights(tensors, dtype)
     config = _config(path, metadata, weights)
     if rope_factors is not None:
         # An unscaled llama3 rope, whose wavelengths the loader then stretches by the factors.
@@ -93,12 +93,12 @@ def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, mx.array) else value
 
 
-def _weights(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
+def _weights(tensors: Mapping[str, mx.array], dtype: mx.Dtype) -> dict[str, mx.array]:
     """Rename and dequantise; a name that is not known is kept, and so is found left over."""
     weights = {}
-    for name, tensor in tensors.items():
+    for name in tensors:
         if not name.endswith((".scales", ".biases")):
-            weights[_rename(name)] = _dequantised(name, tensor, tensors)
+            weights[_rename(name)] = _dequantised(name, tensors, dtype)
     return weights
 
 
@@ -110,14 +110,16 @@ def _rename(name: str) -> str:
     return f"{prefix}{NAMES[found[2]]}.weight"
 
 
-def _dequantised(name: str, tensor: mx.array, tensors: Mapping[str, mx.array]) -> mx.array:
-    stem = name.removesuffix(".weight")
+def _dequantised(name: str, tensors: Mapping[str, mx.array], dtype: mx.Dtype) -> mx.array:
+    tensor, stem = tensors[name], name.removesuffix(".weight")
     scales = tensors.get(f"{stem}.scales")
     if scales is None:
-        return tensor
+        return tensor.astype(dtype)
     # A uint32 holds 32 / bits values and a scale stands for 32 of them.
     bits = tensor.shape[-1] // scales.shape[-1]
-    return mx.dequantize(tensor, scales, tensors[f"{stem}.biases"], GROUP_SIZE, bits)
+    # Widened first: in float32 the result is exact, in float16 each value would be rounded.
+    biases = tensors[f"{stem}.biases"].astype(dtype)
+    return mx.dequantize(tensor, scales.astype(dtype), biases, GROUP_SIZE, bits)
 
 
 def _config(path: Path, metadata: Mapping[str, Any], weights: Mapping[str, Any]) -> dict[str, Any]:

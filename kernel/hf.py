@@ -61,7 +61,7 @@ def read_folder(path: Path, *, dequantise: bool) -> Folder:
             f"{path} holds no model*.safetensors: convert the model to safetensors, or give a "
             ".gguf file"
         )
-    shapes = _headers(weight_files)
+    shapes = _headers(path, weight_files)
     config.setdefault("tie_word_embeddings", "lm_head.weight" not in shapes)
     _check(path, config, shapes)
     try:
@@ -86,6 +86,8 @@ def _config(path: Path) -> dict[str, Any]:
         raise ModelError(f"{path} holds no config.json: give a model's folder") from error
     except (ValueError, OSError) as error:
         raise ModelError(f"{path / 'config.json'} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{path / 'config.json'} is no JSON object: fetch the file again")
     kind = config.get("model_type")
     if kind not in MODEL_TYPES:
         raise ModelError(
@@ -107,8 +109,12 @@ def _config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _headers(files: list[Path]) -> dict[str, Shape]:
+def _headers(path: Path, files: list[Path]) -> dict[str, Shape]:
     """Names and shapes of all tensors, without reading them."""
+    index = path / "model.safetensors.index.json"
+    shards = set(_read_json(index).get("weight_map", {}).values()) if index.is_file() else set()
+    if absent := sorted(shards - {file.name for file in files}):
+        raise ModelError(f"{path} lacks {', '.join(absent)}, named in {index.name}: fetch it again")
     shapes: dict[str, Shape] = {}
     for file in files:
         try:
@@ -124,8 +130,9 @@ def _check(path: Path, config: Mapping[str, Any], shapes: Mapping[str, Shape]) -
     """Compare headers with what the config asks for; nothing of the model is computed."""
     try:
         model = build_llama(config)
-    except (TypeError, ValueError, ZeroDivisionError, KeyError) as error:
-        raise ModelError(f"{path / 'config.json'} makes no model: {error}") from error
+    except Exception as error:  # whatever a module does with a value that makes no sense
+        reason = str(error) or type(error).__name__
+        raise ModelError(f"{path / 'config.json'} makes no model: {reason}") from error
     wanted = parameter_shapes(model)
     found = dict(model.sanitize(shapes))
     for name in [name for name in found if name.endswith(QUANTISED_SUFFIXES)]:
@@ -182,5 +189,5 @@ def _content(token: Any) -> str | None:
 def _read_json(file: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(file.read_text(encoding="utf-8")))
-    except (ValueError, OSError) as error:
-        raise TokenizerError(f"{file} cannot be read: {error}") from error
+    except (ValueError, TypeError, OSError) as error:
+        raise ModelError(f"{file} cannot be read: {error}") from error

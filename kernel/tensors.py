@@ -57,10 +57,13 @@ def _shown(names: list[str]) -> str:
 
 
 def digest_files(paths: Iterable[Path]) -> str:
-    """xxh3 (128 bits, hex) of the files' names, sizes and bytes, in the order of their names."""
+    """xxh3 (128 bits, hex) of the files' sizes and bytes, in the order of their names.
+
+    The names are left out, so that a renamed model is the same model.
+    """
     digest = xxhash.xxh3_128()
     for path in sorted(paths, key=lambda path: path.name):
-        digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
+        digest.update(f"{path.stat().st_size}\0".encode())
         with path.open("rb") as file:
             while piece := file.read(CHUNK_BYTES):
                 digest.update(piece)

@@ -24,6 +24,9 @@ from typing import Any
 
 import jinja2
 import tokenizers
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from .errors import TemplateError, TokenizerError
@@ -58,6 +61,9 @@ class Tokenizer:
 
         Raises TokenizerError where the way from tokens to bytes is of a kind not understood.
         """
+        # Some tokenizer.json files carry the settings of a training run, which would cut prompts.
+        core.no_truncation()
+        core.no_padding()
         self._core = core
         self._named = dict(named or {})
         self._template = chat_template
@@ -75,7 +81,14 @@ class Tokenizer:
         return self._template is not None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Ids of `text`; a start token is put before it where the model's tokenizer does that."""
+        """Ids of `text`; a start token is put before it where the model's tokenizer does that.
+
+        Halves of UTF-16 pairs, which JSON can carry, are joined, or become U+FFFD when alone.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         return list(self._core.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -135,7 +148,9 @@ class Tokenizer:
                 "chat_template.jinja into its folder"
             )
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=["jinja2.ext.loopcontrols", _Generation],
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
@@ -223,9 +238,19 @@ def _byte_alphabet() -> dict[str, bytes]:
 _BYTE_OF = _byte_alphabet()
 
 
-def _to_json(value: Any, indent: int | None = None, **_: Any) -> str:
+class _Generation(Extension):
+    """The block {% generation %}, which marks an answer for training and here is only its body."""
+
+    tags = {"generation"}  # noqa: RUF012 - Jinja declares it as an attribute of instances
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _to_json(value: Any, **options: Any) -> str:
     # Jinja's own filter escapes HTML, which would put \\u003c into prompts.
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+    return json.dumps(value, **{"ensure_ascii": False, **options})
 
 
 def _raise_exception(message: str) -> None:

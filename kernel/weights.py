@@ -75,13 +75,12 @@ def on_cpu() -> bool:
 
 
 def _from_gguf(path: Path, name: str) -> LoadedModel:
-    held = read_gguf(path)
+    held = read_gguf(path, mx.float32 if on_cpu() else mx.float16)
     model = build_llama(held.config)
     _check_tensors(path, model, held.weights)
     if held.rope_factors is not None:
         _stretch_rope(path, model, held)
-    dtype = mx.float32 if on_cpu() else mx.float16
-    model.load_weights([(key, value.astype(dtype)) for key, value in held.weights.items()])
+    model.load_weights(list(held.weights.items()))
     tokenizer_fields = {k: v for k, v in held.metadata.items() if k.startswith("tokenizer.")}
     digests = {
         "weights": digest_files([path]),
