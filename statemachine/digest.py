@@ -24,6 +24,8 @@ MASK = (1 << 64) - 1
 SCALARS, SEQUENCE, TABLE, BLOCK, FREE, CACHED, ENTRY, PIN = range(1, 9)
 
 _packers = [struct.Struct(f"<{count}Q").pack for count in range(64)]
+packer = _packers.__getitem__
+"""By a count of values: packs as many unsigned 64-bit integers."""
 
 
 def line(*values: int) -> int:

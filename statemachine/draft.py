@@ -6,7 +6,7 @@ state that it was made from never changes; a draft that a handler gave up is thr
 
 from __future__ import annotations
 
-from immutables import MapMutation
+from immutables import Map, MapMutation
 from msgspec import structs
 
 from .digest import (
@@ -163,6 +163,7 @@ class Draft:
     def _start(self, state: State) -> None:
         self.base = state
         self.geometry = state.geometry
+        self.paged_groups = state.paged_groups()
         self.sequences: MapMutation[int, Sequence] = state.sequences.mutate()
         self.entries: MapMutation[int, Entry] | None = None
         self.by_key: MapMutation[int, tuple[int, ...]] | None = None
@@ -183,11 +184,14 @@ class Draft:
             self._groups[number] = draft
         return draft
 
-    def block(self, group: int, number: int) -> Block | None:
-        """A block's record, read without making a working copy of its group."""
+    def blocks(self, group: int) -> Map[int, Block] | MapMutation[int, Block]:
+        """A group's block records, to be read: no working copy is made for it."""
         draft = self._groups[group]
-        blocks = self.base.groups[group].blocks if draft is None else draft.blocks
-        record: Block | None = blocks.get(number)
+        return self.base.groups[group].blocks if draft is None else draft.blocks
+
+    def block(self, group: int, number: int) -> Block | None:
+        """A block's record, to be read."""
+        record: Block | None = self.blocks(group).get(number)
         return record
 
     def sequence(self, seq: int) -> Sequence:

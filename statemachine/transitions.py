@@ -19,6 +19,7 @@ from typing import Any
 from msgspec import structs
 
 from . import events as ev
+from .column import append_column, recent_marks
 from .content import extend, retract
 from .draft import Draft
 from .errors import InvariantBroken
@@ -130,14 +131,18 @@ def _entry_of(draft: Draft, group: int, block: int) -> int:
     return record.entry
 
 
-def _check_append(draft: Draft, sequence: Sequence, step: int, purpose: str) -> None:
-    """What must hold before rows of a purpose are appended in a step."""
+def _check_step(draft: Draft, step: int, purpose: str) -> None:
     _require(purpose in ev.PURPOSES, f"purpose {purpose!r} is none of {', '.join(ev.PURPOSES)}")
     _require(
         step > draft.written_step and step >= draft.issued_step,
         f"step {step} cannot append: step {draft.issued_step} was issued and "
         f"{draft.written_step} written",
     )
+
+
+def _check_append(draft: Draft, sequence: Sequence, step: int, purpose: str) -> None:
+    """What must hold before rows of a purpose are appended in a step."""
+    _check_step(draft, step, purpose)
     _require(
         not sequence.pads or purpose == ev.PAD,
         f"sequence {sequence.id} ends in {sequence.pads} pads: only pads may follow",
@@ -161,7 +166,7 @@ def _require_writable(draft: Draft, sequence: Sequence) -> None:
     index, row = divmod(sequence.offset, draft.geometry.block_size)
     if row == 0:
         return
-    for group in draft.base.paged_groups():
+    for group in draft.paged_groups:
         number = sequence.tables[group][index]
         record = draft.block(group, number)
         _require(
@@ -222,7 +227,7 @@ def _with_rows(
     purpose: str,
 ) -> Sequence:
     """The sequence with rows of a purpose at its end."""
-    marks = _marked(old, draft.written_step, step, old.offset + rows)
+    marks = (*recent_marks(old.marks, draft.written_step, step), step, old.offset + rows)
     if purpose in ev.COMMITTED_AT_ONCE:
         assert tokens is not None
         return structs.replace(extend(draft.geometry, old, tokens), marks=marks)
@@ -231,16 +236,6 @@ def _with_rows(
     given = tokens if tokens is not None else (NO_TOKEN,) * rows
     added = tuple(Speculative(token, step) for token in given)
     return structs.replace(old, speculative=old.speculative + added, marks=marks)
-
-
-def _marked(old: Sequence, written_step: int, step: int, end: int) -> tuple[int, ...]:
-    """Marks with a new append; of those already written only the newest is kept."""
-    marks = old.marks
-    while len(marks) >= 4 and marks[2] <= written_step:
-        marks = marks[2:]
-    if marks and marks[-2] == step:
-        marks = marks[:-2]
-    return (*marks, step, end)
 
 
 def appended_each(draft: Draft, event: ev.AppendedEach) -> None:
@@ -253,6 +248,11 @@ def appended_each(draft: Draft, event: ev.AppendedEach) -> None:
         f"{event.purpose} rows {'need' if tokens is None else 'have no'} tokens",
     )
     size, step = draft.geometry.block_size, event.step
+    _check_step(draft, step, event.purpose)
+    draft.issued_step = step
+    if event.purpose in ev.COMMITTED_AT_ONCE:
+        append_column(draft, event)
+        return
     for place, seq in enumerate(event.seqs):
         old = draft.sequence(seq)
         _require(old.offset % size != 0, f"sequence {seq} is at a block's edge: append it alone")
@@ -260,7 +260,6 @@ def appended_each(draft: Draft, event: ev.AppendedEach) -> None:
         _require_writable(draft, old)
         row = None if tokens is None else (tokens[place],)
         draft.put(old, _with_rows(draft, old, step, 1, row, event.purpose))
-    draft.issued_step = step
 
 
 def step_written(draft: Draft, event: ev.StepWritten) -> None:
