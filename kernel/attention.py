@@ -1,0 +1,153 @@
+"""Attention over pages: a gather by the step's tables, and the dispatch that models call.
+
+Owns the function that stands in place of mlx-lm's `scaled_dot_product_attention`, and the
+arithmetic behind it. Reads the pages only, first chunks too, so that a layer's writes are
+always evaluated. Knows no sequence: rows, slots and masks come from the step's context.
+
+Shapes: T rows; B pieces of n rows in a bucket; S keys; H query heads, each R = H / KV of them
+sharing a K/V head. Scores are in powers of two: log2(e) goes into the scale.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models import base
+
+from .caches import HandleMisused, KeyHandle
+from .context import StepContext
+from .fastmath import EXPONENT_MIN, LOG2E, exp2
+
+SEAM = "scaled_dot_product_attention"
+ORIGINAL = base.scaled_dot_product_attention
+COLUMN_ROWS = 8
+"""From that many queries on, scores are held [keys, queries]: maxima over columns are vectorised."""
+
+
+def dispatch(
+    queries: mx.array,
+    keys: Any,
+    values: Any,
+    cache: Any,
+    scale: float,
+    mask: mx.array | str | None,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """mlx-lm's signature. Goes by what `keys` is, never by `cache`: models pass others' there."""
+    if not isinstance(keys, KeyHandle):
+        return ORIGINAL(queries, keys, values, cache, scale, mask, sinks)  # type: ignore[no-any-return]
+    layer = keys.paged_cache
+    if mask is not None:
+        raise HandleMisused(f"layer {layer.layer} brings a mask of its own; pages cannot honour it")
+    if sinks is not None:
+        raise HandleMisused(f"layer {layer.layer} has attention sinks; pages cannot honour them")
+    context, key_pages, value_pages = layer.read(keys, values)
+    return attend(context, layer.group, queries, key_pages, value_pages, scale)
+
+
+def install() -> tuple[ModuleType, ...]:
+    """Put `dispatch` in place in every loaded model module but base; returns those that have it."""
+    modules = patchable()
+    for module in modules:
+        setattr(module, SEAM, dispatch)
+    return modules
+
+
+def patchable() -> tuple[ModuleType, ...]:
+    """Loaded mlx_lm model modules that took the attention function from base."""
+    found = []
+    for name, module in sorted(sys.modules.items()):
+        inside = name.startswith("mlx_lm.models.") and module is not base
+        if inside and getattr(module, SEAM, None) in (ORIGINAL, dispatch):
+            found.append(module)
+    return tuple(found)
+
+
+def attend(
+    context: StepContext,
+    group: int,
+    queries: mx.array,
+    key_pages: mx.array,
+    value_pages: mx.array,
+    scale: float,
+) -> mx.array:
+    """Each row of `queries` [T, H, 1, dim] over what its piece may read: [T, H, 1, value dim]."""
+    rows = queries.squeeze(2).astype(mx.float32) * (scale * LOG2E)
+    parts = [
+        _attend_bucket(context, number, group, rows, key_pages, value_pages)
+        for number in range(len(context.buckets))
+    ]
+    out = parts[0] if len(parts) == 1 else mx.concatenate(parts)
+    if context.order is not None:
+        out = out[context.order]
+    return out[:, :, None, :].astype(queries.dtype)
+
+
+def _attend_bucket(
+    context: StepContext,
+    number: int,
+    group: int,
+    queries: mx.array,
+    key_pages: mx.array,
+    value_pages: mx.array,
+) -> mx.array:
+    """One bucket: queries [T, H, dim] in, [B * n, H, value dim] out."""
+    bucket = context.buckets[number]
+    pieces, count = bucket.rows.shape
+    kv_heads = key_pages.shape[2]
+    if bucket.contiguous:
+        begin = int(bucket.rows[0, 0])
+        mine = queries[begin : begin + pieces * count]
+    else:
+        mine = queries[context.query_rows(number)]
+    mine = mine.reshape(pieces, count, kv_heads, -1, queries.shape[-1])
+    index = context.read_index(number, group, kv_heads)
+    keys = _gather(key_pages, index)
+    values = _gather(value_pages, index)
+    outs = []
+    for place, tile in enumerate(bucket.views[group].tiles):
+        part = mine[:, tile.begin : tile.end].transpose(0, 2, 3, 1, 4)
+        bias = context.bias(number, group, place)
+        reach = (keys[:, :, : tile.keys], values[:, :, : tile.keys])
+        score = _columns if tile.end - tile.begin >= COLUMN_ROWS else _rows
+        outs.append(score(part, *reach, bias))
+    out = outs[0] if len(outs) == 1 else mx.concatenate(outs, axis=3)
+    return out.transpose(0, 3, 1, 2, 4).reshape(pieces * count, -1, out.shape[-1])
+
+
+def _gather(pages: mx.array, index: mx.array) -> mx.array:
+    """Rows of one head each, straight into the layout that matmul wants: [B, KV, S, dim]."""
+    return pages.reshape(-1, pages.shape[-1])[index].astype(mx.float32)
+
+
+def _rows(queries: mx.array, keys: mx.array, values: mx.array, bias: mx.array | None) -> mx.array:
+    """Few queries: scores [B, KV, R, n, S]. Queries and result are [B, KV, R, n, dim]."""
+    pieces, kv_heads, repeats, count, dim = queries.shape
+    flat = queries.reshape(pieces, kv_heads, repeats * count, dim)
+    scores = flat @ keys.swapaxes(-1, -2)
+    if bias is not None:
+        wide = scores.reshape(pieces, kv_heads, repeats, count, -1)
+        scores = (wide + bias[:, None, None]).reshape(scores.shape)
+    weights = exp2(mx.maximum(scores - scores.max(axis=-1, keepdims=True), EXPONENT_MIN))
+    out = (weights @ values) / weights.sum(axis=-1, keepdims=True)
+    return out.reshape(pieces, kv_heads, repeats, count, -1)
+
+
+def _columns(
+    queries: mx.array, keys: mx.array, values: mx.array, bias: mx.array | None
+) -> mx.array:
+    """Many queries: the same with scores [B, KV, S, R, n]."""
+    pieces, kv_heads, repeats, count, dim = queries.shape
+    flat = queries.reshape(pieces, kv_heads, repeats * count, dim)
+    scores = keys @ flat.swapaxes(-1, -2)
+    if bias is not None:
+        wide = scores.reshape(pieces, kv_heads, -1, repeats, count)
+        turned = bias.swapaxes(-1, -2)[:, None, :, None]
+        scores = (wide + turned).reshape(scores.shape)
+    weights = exp2(mx.maximum(scores - scores.max(axis=-2, keepdims=True), EXPONENT_MIN))
+    totals = weights.sum(axis=-2)[..., None]
+    out = (weights.swapaxes(-1, -2) @ values) / totals
+    return out.reshape(pieces, kv_heads, repeats, count, -1)

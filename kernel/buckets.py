@@ -1,0 +1,163 @@
+"""Buckets: how a step's rows are regrouped for attention, as host numpy.
+
+Owns which query rows are attended together, which physical rows they read, and what a query may
+not see of them. Reads only the step's metadata, so that what is observed is what is used. No MLX.
+
+Decode rows of like lengths share a bucket, filled up to the longest; a prefill piece has its own,
+cut into tiles of queries so that a tile reads no key beyond its last row.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from attrs import frozen
+
+from .metadata import BadBatch, Ints, Longs, StepMetadata
+
+Floats = npt.NDArray[np.float32]
+Bools = npt.NDArray[np.bool_]
+
+TILE_ROWS = 128
+"""Queries of a prefill piece that are scored at once: the scores then stay in the CPU's cache."""
+SHARED_ROWS_MAX = 8
+"""Pieces of at most that many rows are attended together with others of the same number."""
+LIKE_LENGTH = 0.75
+SLACK_ROWS = 32
+HIDDEN = -1e30
+"""Added to the score of a key that a query may not see; finite, so that no NaN can come of it."""
+
+
+@frozen(eq=False)
+class Tile:
+    """Queries [begin, end) of each piece of a bucket, against its first `keys` keys.
+
+    bias: [B, end - begin, keys], 0 or HIDDEN; None where every query sees every key.
+    """
+
+    begin: int
+    end: int
+    keys: int
+    bias: Floats | None
+
+
+@frozen(eq=False)
+class View:
+    """What a bucket reads in one group: slots [B, S] (physical rows; 0 where filled up)."""
+
+    slots: Longs
+    tiles: tuple[Tile, ...]
+
+
+@frozen(eq=False)
+class Bucket:
+    """Pieces of n rows each that are attended together: rows [B, n] of the batch; views per group."""
+
+    rows: Longs
+    views: tuple[View, ...]
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether the rows stand in the batch as they stand here."""
+        flat = self.rows.reshape(-1)
+        return bool(flat[-1] - flat[0] + 1 == len(flat) and (np.diff(flat) == 1).all())
+
+
+def group_rows(metadata: StepMetadata) -> tuple[Bucket, ...]:
+    """Every row of the batch in exactly one bucket. Raises BadBatch where a row read has no block."""
+    return tuple(_bucket(metadata, pieces) for pieces in _partition(metadata))
+
+
+def output_order(buckets: tuple[Bucket, ...]) -> Longs | None:
+    """Where each batch row stands in the buckets' output, [T]; None where it already stands right."""
+    flat = np.concatenate([bucket.rows.reshape(-1) for bucket in buckets])
+    order = np.argsort(flat, kind="stable")
+    return None if (order == np.arange(len(order))).all() else order
+
+
+def _partition(metadata: StepMetadata) -> list[Longs]:
+    """Piece numbers of each bucket."""
+    parts: list[Longs] = []
+    for rows in np.unique(metadata.rows).tolist():
+        pieces = np.flatnonzero(metadata.rows == rows)
+        if rows > SHARED_ROWS_MAX:
+            parts.extend(pieces[i : i + 1] for i in range(len(pieces)))
+        else:
+            parts.extend(_like_lengths(pieces, metadata.end[pieces]))
+    return parts
+
+
+def _like_lengths(pieces: Longs, lengths: Longs) -> list[Longs]:
+    """Pieces cut into runs of like lengths: filling up costs less than one more set of calls."""
+    order = np.argsort(-lengths, kind="stable")
+    runs: list[list[int]] = []
+    longest = 0
+    for index in order.tolist():
+        if not runs or lengths[index] < LIKE_LENGTH * longest - SLACK_ROWS:
+            runs.append([])
+            longest = int(lengths[index])
+        runs[-1].append(index)
+    return [pieces[np.sort(np.array(run))] for run in runs]
+
+
+def _bucket(metadata: StepMetadata, pieces: Longs) -> Bucket:
+    count = int(metadata.rows[pieces[0]])
+    rows = metadata.first[pieces][:, None] + np.arange(count)
+    groups = range(len(metadata.geometry.groups))
+    return Bucket(rows, tuple(_view(metadata, group, pieces, rows) for group in groups))
+
+
+def _view(metadata: StepMetadata, group: int, pieces: Longs, rows: Longs) -> View:
+    """Keys of a bucket in one group: the sinks, then the live rows, in position order."""
+    sink = metadata.geometry.groups[group].sink
+    low = metadata.live_from[group, rows[:, 0]].astype(np.int64)
+    sinks = np.minimum(sink, low)
+    counts = metadata.until[rows[:, -1]] - low + sinks
+    index = np.arange(int(counts.max()))
+    positions = np.where(index < sinks[:, None], index, (low - sinks)[:, None] + index)
+    valid = index < counts[:, None]
+    positions = np.where(valid, positions, 0)
+    slots = metadata.slots_of(group, pieces[:, None], positions)
+    missing = valid & (slots < 0)
+    if metadata.geometry.groups[group].paged and missing.any():
+        piece, key = np.argwhere(missing)[0].tolist()
+        seq = metadata.seqs[int(pieces[piece])]
+        where = f"position {int(positions[piece, key])} of sequence {seq}"
+        raise BadBatch(f"group {group} would read {where}, which has no block", seq)
+    seen = _Seen(metadata, group, rows, positions, valid)
+    return View(np.where(valid, slots, 0), _tiles(seen))
+
+
+@frozen(eq=False)
+class _Seen:
+    """What decides whether a query sees a key."""
+
+    metadata: StepMetadata
+    group: int
+    rows: Longs
+    positions: Longs
+    valid: Bools
+
+    def mask(self, begin: int, end: int, keys: int) -> Bools:
+        """[B, end - begin, keys], True where the query sees the key."""
+        rows = self.rows[:, begin:end]
+        until: Ints = self.metadata.until[rows][:, :, None]
+        live_from = self.metadata.live_from[self.group, rows][:, :, None]
+        positions = self.positions[:, None, :keys]
+        sink = self.metadata.geometry.groups[self.group].sink
+        live = (positions >= live_from) | (positions < sink)
+        mask: Bools = self.valid[:, None, :keys] & (positions < until) & live
+        return mask
+
+
+def _tiles(seen: _Seen) -> tuple[Tile, ...]:
+    count, keys = seen.rows.shape[1], seen.positions.shape[1]
+    tiles = []
+    for begin in range(0, count, TILE_ROWS):
+        end = min(count, begin + TILE_ROWS)
+        # Only a bucket of one piece has several tiles: later rows' keys stand last in it.
+        reach = keys - (count - end)
+        mask = seen.mask(begin, end, reach)
+        bias = None if mask.all() else np.where(mask, 0.0, HIDDEN).astype(np.float32)
+        tiles.append(Tile(begin, end, reach, bias))
+    return tuple(tiles)

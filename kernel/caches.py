@@ -1,0 +1,159 @@
+"""Cache objects that mlx-lm's layers are given, and the handles that they return.
+
+Owns the seam between a layer and the pages: counts what the layer does with its cache. Keeps no
+length: `offset` is the step's positions. What a layer gets for its K and V is a handle, not an
+array; attention.py's dispatch is the only one who can do anything with it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import mlx.core as mx
+
+from .context import StepContext
+from .metadata import CacheUse, StepMetadata
+from .pages import PageStep
+
+
+class HandleMisused(Exception):
+    """A model used its cache, or what the cache returned, in a way that pages cannot serve."""
+
+
+class PagedCache:
+    """The cache of one layer. `bind` it to a step before the forward, `release` it afterwards."""
+
+    def __init__(self, layer: int, group: int, window: int = 0) -> None:
+        self.layer = layer
+        self.group = group
+        self._window = window
+        self._context: StepContext | None = None
+        self._pages: PageStep | None = None
+        self._handles: tuple[KeyHandle, ValueHandle] | None = None
+        self._offset_reads = 0
+        self._updates = 0
+        self._rows_updated = 0
+        self._attends = 0
+        self._metadata_used: list[StepMetadata] = []
+
+    def bind(self, context: StepContext, pages: PageStep) -> None:
+        """Start a forward: count from nothing."""
+        self._context, self._pages, self._handles = context, pages, None
+        self._offset_reads = self._updates = self._rows_updated = self._attends = 0
+        self._metadata_used = []
+
+    def release(self) -> None:
+        """End a forward, failed or not: hold no page array any more."""
+        self._context = self._pages = self._handles = None
+
+    def used(self, metadata: StepMetadata) -> CacheUse:
+        """What was counted since `bind`; uses of anything but `metadata` are strangers."""
+        return CacheUse(
+            offset_reads=self._offset_reads,
+            updates=self._updates,
+            rows_updated=self._rows_updated,
+            attends=self._attends,
+            strangers=sum(used is not metadata for used in self._metadata_used),
+        )
+
+    @property
+    def offset(self) -> mx.array:
+        """RoPE positions of the batch's rows: [T] int32."""
+        self._offset_reads += 1
+        return self._use().offset
+
+    def make_mask(
+        self, rows: int, return_array: bool = False, window_size: int | None = None
+    ) -> None:
+        """None: attention masks by the step's metadata. Refuses what that would not honour."""
+        if rows != 1 or return_array:
+            raise HandleMisused(
+                f"layer {self.layer} asks for a mask of {rows} rows; packed rows are one each"
+            )
+        if window_size is not None and window_size != self._window:
+            raise HandleMisused(
+                f"layer {self.layer} asks for a window of {window_size} rows, "
+                f"but its cache has {self._window or 'none'}"
+            )
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[KeyHandle, ValueHandle]:
+        """Write this layer's rows, [T, heads, 1, dim], and return handles for them."""
+        context, pages = self._use(), self._pages
+        assert pages is not None
+        total = context.metadata.total_rows
+        if keys.ndim != 4 or keys.shape[0] != total or keys.shape[2] != 1:
+            raise HandleMisused(
+                f"layer {self.layer} updates with keys {keys.shape}, not [{total}, heads, 1, dim]"
+            )
+        self._updates += 1
+        self._rows_updated += keys.shape[0] * keys.shape[2]
+        where = context.write_index(self.group)
+        pages.write(self.layer, where, keys.squeeze(2), values.squeeze(2))
+        self._handles = (KeyHandle(self), ValueHandle(self))
+        return self._handles
+
+    def read(self, keys: object, values: object) -> tuple[StepContext, mx.array, mx.array]:
+        """For the dispatch: the step, and this layer's page arrays after its writes."""
+        if self._handles is None or self._handles[0] is not keys or self._handles[1] is not values:
+            raise HandleMisused(
+                f"layer {self.layer} attends over keys and values that are not of one update"
+            )
+        context, pages = self._use(), self._pages
+        assert pages is not None
+        self._attends += 1
+        return context, pages.keys[self.layer], pages.values[self.layer]
+
+    def _use(self) -> StepContext:
+        if self._context is None:
+            raise HandleMisused(f"the cache of layer {self.layer} is used outside of a forward")
+        self._metadata_used.append(self._context.metadata)
+        return self._context
+
+
+class _Handle:
+    """Stands for a layer's keys or values; every use but the dispatch's raises HandleMisused."""
+
+    __slots__ = ("paged_cache",)
+    what = "handle"
+
+    def __init__(self, paged_cache: PagedCache) -> None:
+        self.paged_cache = paged_cache
+
+    def __repr__(self) -> str:
+        return f"<{self.what} of layer {self.paged_cache.layer}>"
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise HandleMisused(
+            f"this model reads `{name}` of the {self.what} of layer {self.paged_cache.layer}; "
+            "paged rows can only be attended to"
+        )
+
+
+class KeyHandle(_Handle):
+    """What a layer gets in place of its keys."""
+
+    __slots__ = ()
+    what = "keys"
+
+
+class ValueHandle(_Handle):
+    """What a layer gets in place of its values."""
+
+    __slots__ = ()
+    what = "values"
+
+
+def _refuse(name: str) -> Any:
+    def refuse(self: _Handle, *_: object) -> NoReturn:
+        self.__getattr__(name)
+
+    return refuse
+
+
+_OPERATORS = (
+    "add sub mul matmul truediv floordiv mod pow and or xor lshift rshift radd rsub rmul rmatmul "
+    "rtruediv rfloordiv rmod rpow rand ror rxor lt le gt ge eq ne neg pos abs invert getitem "
+    "setitem delitem len iter contains bool int float index array"
+).split()
+for _name in _OPERATORS:
+    setattr(_Handle, f"__{_name}__", _refuse(f"__{_name}__"))

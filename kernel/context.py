@@ -1,0 +1,65 @@
+"""StepContext: a step's metadata as MLX arrays, each made once and shared by the layers.
+
+Owns nothing but these arrays. Every index comes from the step's host metadata and buckets.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+
+from .buckets import Bucket, group_rows, output_order
+from .metadata import StepMetadata
+
+
+class StepContext:
+    """What the cache objects of one forward share.
+
+    offset: [T] int32, RoPE positions. order: [T] or None, from bucket order back to batch order.
+    """
+
+    def __init__(self, metadata: StepMetadata) -> None:
+        self.metadata = metadata
+        self.buckets: tuple[Bucket, ...] = group_rows(metadata)
+        order = output_order(self.buckets)
+        self.order = None if order is None else _index(order)
+        self.offset = mx.array(metadata.positions)
+        self.tokens = mx.array(metadata.tokens)
+        self._writes: dict[int, tuple[mx.array, mx.array]] = {}
+        self._reads: dict[tuple[int, int, int], mx.array] = {}
+        self._biases: dict[tuple[int, int, int], mx.array | None] = {}
+        self._rows: dict[int, mx.array] = {}
+
+    def write_index(self, group: int) -> tuple[mx.array, mx.array]:
+        """Block and row in it of each batch row: two [T]."""
+        if group not in self._writes:
+            slots, size = self.metadata.slots[group], self.metadata.geometry.block_size
+            self._writes[group] = (_index(slots // size), _index(slots % size))
+        return self._writes[group]
+
+    def query_rows(self, bucket: int) -> mx.array:
+        """Batch rows of a bucket: [B * n]."""
+        if bucket not in self._rows:
+            self._rows[bucket] = _index(self.buckets[bucket].rows.reshape(-1))
+        return self._rows[bucket]
+
+    def read_index(self, bucket: int, group: int, heads: int) -> mx.array:
+        """Rows of the pages seen as [slots * heads, dim]: [B, heads, S]."""
+        key = (bucket, group, heads)
+        if key not in self._reads:
+            slots = self.buckets[bucket].views[group].slots
+            flat = slots[:, None, :] * heads + np.arange(heads)[None, :, None]
+            self._reads[key] = _index(flat)
+        return self._reads[key]
+
+    def bias(self, bucket: int, group: int, tile: int) -> mx.array | None:
+        """What is added to a tile's scores: [B, n, S], or None."""
+        key = (bucket, group, tile)
+        if key not in self._biases:
+            host = self.buckets[bucket].views[group].tiles[tile].bias
+            self._biases[key] = None if host is None else mx.array(host)
+        return self._biases[key]
+
+
+def _index(values: np.ndarray) -> mx.array:  # type: ignore[type-arg]
+    return mx.array(values.astype(np.uint32))

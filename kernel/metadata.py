@@ -1,0 +1,261 @@
+"""A step's metadata: where every row goes and what it may read, once, as host numpy.
+
+Owns the step from lengths to positions, slots, tables and bounds, and the observation that is read
+back from those arrays. Holds no MLX: the fake kernel uses it too. Never decides a length.
+
+Rows of a batch, in batch order (T rows, P pieces, G groups):
+
+    row        0 1 2 3 4 | 5 | 6 7          piece 0 prefills five rows, piece 1 decodes one
+    piece      0 0 0 0 0 | 1 | 2 2
+    position   0 1 2 3 4 | 9 | 3 4
+    slot       block * block_size + position % block_size, in each group
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+from attrs import frozen
+from xxhash import xxh3_64_intdigest
+
+from statemachine.events import NO_BLOCK, BlockCopied
+from statemachine.geometry import WINDOW, Geometry, Group
+from statemachine.records import Observation
+
+from .batch import Batch, Piece
+
+Ints = npt.NDArray[np.int32]
+Longs = npt.NDArray[np.int64]
+
+
+class BadBatch(ValueError):
+    """A batch that cannot be laid out; `seq` is the sequence at fault."""
+
+    def __init__(self, message: str, seq: int) -> None:
+        super().__init__(message)
+        self.seq = seq
+
+
+@frozen(eq=False)
+class StepMetadata:
+    """Host arrays of one step; every MLX index of the forward is made from these.
+
+    seqs, first, start, rows, end: [P], the piece's sequence, its first row in the batch, first
+    position, rows (pads included) and end position. tokens, positions, until: [T]; a row reads
+    keys [live_from, until) and the group's sinks. slots, live_from: [G, T]. tables: per group
+    [P, W], NO_BLOCK where there is none; covers: [P], how many blocks reach to the piece's end.
+    sample_rows: [S] rows whose logits are sampled; sampled: [S] their pieces.
+    """
+
+    step: int
+    geometry: Geometry
+    seqs: tuple[int, ...]
+    first: Longs
+    start: Longs
+    rows: Longs
+    end: Longs
+    tokens: Ints
+    positions: Ints
+    until: Ints
+    slots: Ints
+    live_from: Ints
+    tables: tuple[Ints, ...]
+    covers: Longs
+    sample_rows: Longs
+    sampled: tuple[int, ...]
+    copies: tuple[BlockCopied, ...]
+
+    @property
+    def total_rows(self) -> int:
+        """T."""
+        return len(self.positions)
+
+    def slots_of(self, group: int, pieces: Longs, positions: Longs) -> Longs:
+        """Physical rows of `positions` of `pieces`, read through the tables; -1 where none is."""
+        size = self.geometry.block_size
+        table = self.tables[group]
+        index = np.minimum(positions // size, table.shape[1] - 1)
+        blocks = table[pieces, index].astype(np.int64)
+        return np.where(blocks < 0, NO_BLOCK, blocks * size + positions % size)
+
+    def visible(self, group: int, row: int) -> int:
+        """How many rows batch row `row` attends to in `group`, sinks included."""
+        live_from = int(self.live_from[group, row])
+        sink = self.geometry.groups[group].sink
+        return int(self.until[row]) - live_from + min(sink, live_from)
+
+
+@frozen(eq=False)
+class CacheUse:
+    """What one layer's cache object counted in one forward; see records.Observation."""
+
+    offset_reads: int
+    updates: int
+    rows_updated: int
+    attends: int
+    strangers: int
+
+
+def build(batch: Batch, geometry: Geometry) -> StepMetadata:
+    """Lay a batch out. Raises BadBatch where a piece cannot be: no rows, or rows without a block."""
+    pieces = batch.pieces
+    rows = np.array([piece.rows for piece in pieces], np.int64)
+    for piece in pieces:
+        if not piece.tokens or piece.start < 0:
+            message = f"sequence {piece.sequence.id} has no rows to feed in step {batch.step}"
+            raise BadBatch(message, piece.sequence.id)
+    start = np.array([piece.start for piece in pieces], np.int64)
+    first = np.cumsum(rows) - rows
+    positions = piece_positions(start, first, rows)
+    tables = tuple(_table(pieces, group, geometry) for group in range(len(geometry.groups)))
+    piece_of = np.repeat(np.arange(len(pieces)), rows)
+    sampled = tuple(i for i, piece in enumerate(pieces) if piece.sample_position is not None)
+    return StepMetadata(
+        step=batch.step,
+        geometry=geometry,
+        seqs=tuple(piece.sequence.id for piece in pieces),
+        first=first,
+        start=start,
+        rows=rows,
+        end=start + rows,
+        tokens=_tokens(pieces),
+        positions=positions,
+        until=positions + 1,
+        slots=_slots(pieces, tables, piece_of, positions, geometry),
+        live_from=_live_from(pieces, piece_of, positions, geometry),
+        tables=tables,
+        covers=-(-(start + rows) // geometry.block_size),
+        sample_rows=_sample_rows(pieces, first, sampled),
+        sampled=sampled,
+        copies=batch.copies,
+    )
+
+
+def piece_positions(start: Longs, first: Longs, rows: Longs) -> Ints:
+    """RoPE position of each batch row: [T]."""
+    total = int(rows.sum())
+    return (np.arange(total) + np.repeat(start - first, rows)).astype(np.int32)
+
+
+def _tokens(pieces: tuple[Piece, ...]) -> Ints:
+    """Token ids fed, [T]; pads feed token 0."""
+    flat: list[int] = []
+    for piece in pieces:
+        flat.extend(piece.tokens)
+        if piece.pads:
+            flat.extend([0] * piece.pads)
+    return np.array(flat, np.int32)
+
+
+def _sample_rows(pieces: tuple[Piece, ...], first: Longs, sampled: tuple[int, ...]) -> Longs:
+    """The last row that is a token's, of each piece that samples: [S]."""
+    ends = [int(first[i]) + len(pieces[i].tokens) - 1 for i in sampled]
+    return np.array(ends, np.int64)
+
+
+def _table(pieces: tuple[Piece, ...], group: int, geometry: Geometry) -> Ints:
+    """Block tables up to each piece's end, [P, W] filled up with NO_BLOCK."""
+    covers = [geometry.blocks_for(piece.sequence.offset) for piece in pieces]
+    table = np.full((len(pieces), max(covers, default=1)), NO_BLOCK, np.int32)
+    if not geometry.groups[group].paged:
+        return table
+    for number, (piece, cover) in enumerate(zip(pieces, covers, strict=True)):
+        blocks = piece.sequence.tables[group][:cover]
+        table[number, : len(blocks)] = blocks
+    return table
+
+
+def _slots(
+    pieces: tuple[Piece, ...],
+    tables: tuple[Ints, ...],
+    piece_of: Longs,
+    positions: Ints,
+    geometry: Geometry,
+) -> Ints:
+    """Physical row of each batch row per group, [G, T]."""
+    size = geometry.block_size
+    slots = np.zeros((len(tables), len(positions)), np.int32)
+    for number, (group, table) in enumerate(zip(geometry.groups, tables, strict=True)):
+        if not group.paged:
+            continue
+        blocks = table[piece_of, positions // size]
+        slots[number] = blocks * size + positions % size
+        bad = (blocks < 0) | (blocks >= group.num_blocks)
+        if bad.any():
+            row = int(np.argmax(bad))
+            seq = pieces[int(piece_of[row])].sequence.id
+            where = f"position {int(positions[row])} of sequence {seq}"
+            message = f"group {number} has no block for {where} (block {int(blocks[row])})"
+            raise BadBatch(message, seq)
+    return slots
+
+
+def _live_from(
+    pieces: tuple[Piece, ...], piece_of: Longs, positions: Ints, geometry: Geometry
+) -> Ints:
+    """First key that each batch row reads per group, sinks apart: [G, T]."""
+    live_from = np.zeros((len(geometry.groups), len(positions)), np.int32)
+    for number, group in enumerate(geometry.groups):
+        if not group.paged:
+            continue
+        starts = np.array([piece.sequence.starts[number] for piece in pieces], np.int32)
+        live_from[number] = _first_key(group, starts[piece_of], positions)
+    return live_from
+
+
+def _first_key(group: Group, starts: Ints, positions: Ints) -> Ints:
+    if group.kind != WINDOW:
+        return starts
+    return np.maximum(starts, positions - group.window + 1)
+
+
+def table_hash(blocks: Ints | Iterable[int]) -> int:
+    """xxh3_64 of block ids as int32, little-endian: how a table stands on tape."""
+    return xxh3_64_intdigest(np.asarray(blocks, "<i4").tobytes())
+
+
+def observe(metadata: StepMetadata, uses: Iterable[CacheUse]) -> Observation:
+    """What a forward saw: from the arrays that it used and its caches' counters."""
+    listed = list(uses)
+    return Observation(
+        offset_reads=_spread([use.offset_reads for use in listed]),
+        updates=_spread([use.updates for use in listed]),
+        rows_updated=_spread([use.rows_updated for use in listed]),
+        attends=_spread([use.attends for use in listed]),
+        strangers=sum(use.strangers for use in listed),
+        starts=tuple(metadata.positions[metadata.first].tolist()),
+        rows=tuple(np.diff(metadata.first, append=metadata.total_rows).tolist()),
+        visible=_visible_columns(metadata),
+        tables=_table_columns(metadata),
+    )
+
+
+def _spread(counts: list[int]) -> tuple[int, int]:
+    return (min(counts), max(counts)) if counts else (0, 0)
+
+
+def _visible_columns(metadata: StepMetadata) -> tuple[tuple[int, ...], ...]:
+    """Visible rows of each piece's last row, a tuple of groups for each piece."""
+    last = metadata.first + metadata.rows - 1
+    columns = []
+    for number, group in enumerate(metadata.geometry.groups):
+        live_from = metadata.live_from[number, last]
+        seen = metadata.until[last] - live_from + np.minimum(group.sink, live_from)
+        columns.append(seen.tolist())
+    return tuple(zip(*columns, strict=True))
+
+
+def _table_columns(metadata: StepMetadata) -> tuple[tuple[int, ...], ...]:
+    """Hash of each piece's table, a tuple of groups for each piece; 0 for opaque groups."""
+    covers = metadata.covers.tolist()
+    columns = []
+    for group, table in zip(metadata.geometry.groups, metadata.tables, strict=True):
+        if not group.paged:
+            columns.append([0] * len(covers))
+            continue
+        data, width = table.astype("<i4").tobytes(), table.shape[1] * 4
+        ends = [(i * width, i * width + cover * 4) for i, cover in enumerate(covers)]
+        columns.append([xxh3_64_intdigest(data[begin:end]) for begin, end in ends])
+    return tuple(zip(*columns, strict=True))

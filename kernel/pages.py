@@ -1,0 +1,122 @@
+"""Pages: the K and V of every layer, in blocks.
+
+Owns the page arrays and the only writes to them. Never reads a table or a length: it is told
+physical rows. Made and used on one thread.
+
+MLX donates a page array to the scatter that replaces it, instead of copying the whole pool, only
+if nothing else holds it. So a step works on a PageStep's lists, `commit` drops the old references
+before anything is evaluated, and no one else keeps a page array, or a view of one.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence as Items
+
+import mlx.core as mx
+import numpy as np
+from attrs import define, frozen
+
+from statemachine.events import BlockCopied
+from statemachine.geometry import Geometry
+
+
+@frozen
+class LayerShape:
+    """A layer's rows: its group, K/V heads, and the width of a head's key and value."""
+
+    group: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: mx.Dtype
+
+    @property
+    def row_bytes(self) -> int:
+        return self.kv_heads * (self.key_dim + self.value_dim) * self.dtype.size
+
+
+def block_bytes(layers: Items[LayerShape], group: int, block_size: int) -> int:
+    """Bytes of one block of `group`, over all of its layers, K and V."""
+    return block_size * sum(layer.row_bytes for layer in layers if layer.group == group)
+
+
+@define(eq=False)
+class PageStep:
+    """The page arrays that one step's graph has come to: [num_blocks, block_size, heads, dim]."""
+
+    keys: list[mx.array]
+    values: list[mx.array]
+
+    def write(
+        self, layer: int, where: tuple[mx.array, mx.array], keys: mx.array, values: mx.array
+    ) -> None:
+        """Put rows [T, heads, dim] at (block [T], row [T]) of a layer."""
+        self.keys[layer] = _put(self.keys[layer], where, keys)
+        self.values[layer] = _put(self.values[layer], where, values)
+
+
+class Pages:
+    """All page arrays. `begin` a step, build its graph, `commit` it, then evaluate."""
+
+    def __init__(self, geometry: Geometry, layers: tuple[LayerShape, ...]) -> None:
+        self._geometry = geometry
+        self._layers = layers
+        self._keys: list[mx.array] = []
+        self._values: list[mx.array] = []
+        self.reset()
+
+    @property
+    def layers(self) -> tuple[LayerShape, ...]:
+        return self._layers
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all page arrays."""
+        return sum(array.nbytes for array in (*self._keys, *self._values))
+
+    def reset(self) -> None:
+        """Throw the arrays away unread and make new ones, zeroed."""
+        self._keys, self._values = [], []
+        size = self._geometry.block_size
+        for layer in self._layers:
+            rows = (self._geometry.groups[layer.group].num_blocks, size, layer.kv_heads)
+            self._keys.append(mx.zeros((*rows, layer.key_dim), layer.dtype))
+            self._values.append(mx.zeros((*rows, layer.value_dim), layer.dtype))
+        mx.eval(self._keys, self._values)
+
+    def begin(self, copies: tuple[BlockCopied, ...] = ()) -> PageStep:
+        """Lists for a step, with its block copies already in the graph. Nothing here changes yet."""
+        step = PageStep(list(self._keys), list(self._values))
+        if copies:
+            self._copy_blocks(step, copies)
+        return step
+
+    def commit(self, step: PageStep) -> None:
+        """The step's graph was built: its arrays are the pages now."""
+        self._keys, self._values = step.keys, step.values
+
+    def _copy_blocks(self, step: PageStep, copies: tuple[BlockCopied, ...]) -> None:
+        """Copy whole blocks. The sources are read, and evaluated, before any target is written:
+
+        a read of a page array that is still queued would make the scatter copy the whole pool.
+        """
+        pending = []
+        for number, layer in enumerate(self._layers):
+            mine = [copied for copied in copies if copied.group == layer.group]
+            if mine:
+                sources = mx.array(np.array([copied.source for copied in mine], np.uint32))
+                targets = mx.array(np.array([copied.target for copied in mine], np.uint32))
+                rows = (step.keys[number][sources], step.values[number][sources])
+                pending.append((number, targets, rows))
+        mx.eval([rows for _, _, rows in pending])
+        for number, targets, (keys, values) in pending:
+            step.keys[number] = _put(step.keys[number], (targets,), keys)
+            step.values[number] = _put(step.values[number], (targets,), values)
+
+
+def _put(pages: mx.array, where: tuple[mx.array, ...], rows: mx.array) -> mx.array:
+    """`pages` with `rows` at `where`; the array that was given stays as it was."""
+    written = copy.copy(pages)  # the same array under a second name: item assignment rebinds it
+    written[where] = rows.astype(pages.dtype)
+    return written
