@@ -90,11 +90,9 @@ def unpack_floats(column: FloatColumn) -> tuple[float, ...]:
 
 def pack_changes(values: tuple[int, ...], expected: list[int]) -> tuple[Column, Column] | None:
     """Where `values` differ from `expected` (of equal length): None, or (places, values there)."""
-    places = tuple(
-        at for at, pair in enumerate(zip(values, expected, strict=True)) if pair[0] != pair[1]
-    )
-    if not places:
+    if values == tuple(expected):
         return None
+    places = tuple(itertools.compress(itertools.count(), map(operator.ne, values, expected)))
     return pack_ids(places), pack_ints(tuple(values[at] for at in places))
 
 

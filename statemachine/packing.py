@@ -27,7 +27,7 @@ from .packing_events import pack_events, unpack_events
 from .snapshot import decode_state
 from .tracker import Pieces, Tracker
 
-_NO_PIECES = Pieces([], [], [])
+_NO_PIECES = Pieces([], [], [], [])
 
 
 def _expected_counters(tracker: Tracker, pieces: Pieces) -> tuple[int, ...]:
@@ -46,15 +46,13 @@ def _pack_observation(tracker: Tracker, pieces: Pieces, seen: rec.Observation) -
         tracker.counters = counters or ()
     starts = None if seen.starts == tuple(pieces.starts) else pack_ints(seen.starts)
     rows = None if seen.rows == tuple(pieces.rows) else pack_ints(seen.rows)
-    packed = wire.Observation(
+    return wire.Observation(
         counters,
         starts,
         rows,
         _pack_visible(tracker, pieces, seen),
         _pack_tables(tracker, pieces, seen),
     )
-    tracker.observed(pieces, seen)
-    return packed
 
 
 def _ends(pieces: Pieces) -> list[int]:
@@ -79,11 +77,26 @@ def _pack_tables(
     tracker: Tracker, pieces: Pieces, seen: rec.Observation
 ) -> tuple[wire.Changes | None, ...] | None:
     known = len(tracker.groups)
-    packed = tuple(
-        _pack_column(column, tracker.expected_tables(group, pieces) if group < known else None)
-        for group, column in enumerate(seen.tables)
-    )
-    return None if len(packed) == known and not any(c is not None for c in packed) else packed
+    packed: list[wire.Changes | None] = []
+    for group, column in enumerate(seen.tables):
+        expected = tracker.expected_tables(group, pieces) if group < known else None
+        packed.append(_pack_column(column, expected))
+        if group < known and packed[-1] is not None:
+            tracker.observed(pieces, group, column)
+    return None if len(packed) == known and not any(packed) else tuple(packed)
+
+
+def _unpack_tables(
+    tracker: Tracker, pieces: Pieces, packed: tuple[wire.Changes | None, ...] | None
+) -> tuple[tuple[int, ...], ...]:
+    known = len(tracker.groups)
+    columns: list[tuple[int, ...]] = []
+    for group, changes in enumerate((None,) * known if packed is None else packed):
+        expected = tracker.expected_tables(group, pieces) if group < known else []
+        columns.append(_unpack_column(changes, expected))
+        if group < known and changes is not None:
+            tracker.observed(pieces, group, columns[-1])
+    return tuple(columns)
 
 
 def _pack_column(values: tuple[int, ...], expected: list[int] | None) -> wire.Changes | None:
@@ -113,11 +126,10 @@ def _unpack_observation(
         raise CodecError(f"an observation has {len(counters)} counters instead of 9")
     ends, known = _ends(pieces), len(tracker.groups)
     visible = packed.visible if packed.visible is not None else (None,) * known
-    tables = packed.tables if packed.tables is not None else (None,) * known
     if any(column is None for column in visible[known:]):
         raise CodecError("an observation leaves out a group that the header does not have")
     a, b, c, d, e, f, g, h, strangers = counters
-    seen = rec.Observation(
+    return rec.Observation(
         offset_reads=(a, b),
         updates=(c, d),
         rows_updated=(e, f),
@@ -129,13 +141,8 @@ def _unpack_observation(
             tuple(tracker.expected_visible(group, ends)) if column is None else unpack_ints(column)
             for group, column in enumerate(visible)
         ),
-        tables=tuple(
-            _unpack_column(column, tracker.expected_tables(group, pieces) if group < known else [])
-            for group, column in enumerate(tables)
-        ),
+        tables=_unpack_tables(tracker, pieces, packed.tables),
     )
-    tracker.observed(pieces, seen)
-    return seen
 
 
 def _pack_planned(tracker: Tracker, record: rec.StepPlanned) -> Struct:
@@ -156,7 +163,7 @@ def _pack_done(tracker: Tracker, record: rec.StepDone) -> Struct:
     pieces = tracker.steps.pop(record.step, _NO_PIECES)
     observation = _pack_observation(tracker, pieces, record.observation)
     every = record.sampled == tuple(range(len(pieces.seqs)))
-    tracker.sampled(pieces, record.sampled, record.tokens)
+    tracker.sampled(pieces, None if every else record.sampled, record.tokens)
     events = pack_events(tracker, record.step, record.events)
     return wire.StepDone(
         step=record.step,
@@ -178,7 +185,7 @@ def _unpack_done(tracker: Tracker, packed: wire.StepDone) -> rec.Record:
     every = packed.sampled is None
     sampled = tuple(range(len(pieces.seqs))) if every else unpack_ints(packed.sampled or ())
     tokens = unpack_ints(packed.tokens)
-    tracker.sampled(pieces, sampled, tokens)
+    tracker.sampled(pieces, None if every else sampled, tokens)
     events = unpack_events(tracker, packed.step, packed.events)
     return rec.StepDone(
         step=packed.step,

@@ -87,12 +87,13 @@ def _unpack_appended(tracker: Tracker, step: int, packed: wire.Appended) -> ev.E
 
 
 def _pack_each(tracker: Tracker, step: int, event: ev.AppendedEach) -> Struct:
+    cursors = tracker.cursors(event.seqs)
     tokens: Any = None
     unexpected: tuple[int, ...] = ()
     if event.tokens is not None:
-        tokens = _stream_or_column(tracker.next_tokens(event.seqs), event.tokens)
+        tokens = _stream_or_column(tracker.next_tokens(cursors), event.tokens)
         unexpected = () if tokens is True else event.tokens
-    tracker.appended_each(event.seqs, unexpected, event.purpose)
+    tracker.appended_each(event.seqs, cursors, unexpected, event.purpose)
     purpose = wire.PURPOSE_CODES.get(event.purpose, event.purpose)
     when = None if event.step == step else event.step
     return wire.AppendedEach(when, pack_ids(event.seqs), tokens, purpose)
@@ -101,13 +102,14 @@ def _pack_each(tracker: Tracker, step: int, event: ev.AppendedEach) -> Struct:
 def _unpack_each(tracker: Tracker, step: int, packed: wire.AppendedEach) -> ev.Event:
     purpose = _purpose(packed.purpose)
     seqs = unpack_ints(packed.seqs)
+    cursors = tracker.cursors(seqs)
     tokens: tuple[int, ...] | None = None
     unexpected: tuple[int, ...] = ()
     if isinstance(packed.tokens, bool):
-        tokens = tracker.next_tokens(seqs)
+        tokens = tracker.next_tokens(cursors)
     elif packed.tokens is not None:
         tokens = unexpected = unpack_ints(packed.tokens)
-    tracker.appended_each(seqs, unexpected, purpose)
+    tracker.appended_each(seqs, cursors, unexpected, purpose)
     when = step if packed.step is None else packed.step
     return ev.AppendedEach(when, seqs, tokens, purpose)
 

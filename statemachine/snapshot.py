@@ -1,8 +1,8 @@
 """Snapshot: a whole state as canonical bytes, for checkpoints, and back.
 
 The same state gives the same bytes: persistent maps become pairs in order of their keys. What can
-be worked out (a queue's places) is left out, and the digest is worked out again to see that the
-bytes still mean that state. Never writes a file.
+be worked out (a queue's places) is left out. A checksum says whether the bytes are whole, and the
+digest, worked out again, whether they mean the state that they claim. Never writes a file.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from typing import Any, get_type_hints
 import msgspec
 from immutables import Map
 from msgspec import Struct
+from xxhash import xxh3_64_intdigest
 
 from .digest import recompute
 from .errors import CodecError
 from .geometry import Geometry
 from .sequence import Sequence, Speculative
 from .state import Block, Entry, GroupState, Queue, State
+
+_CHECK = struct.Struct("<Q")
 
 Pairs = tuple[tuple[int, int], ...]
 
@@ -114,13 +117,17 @@ def encode_state(state: State) -> bytes:
         counters=(state.issued_step, state.written_step, state.last_seq, state.next_entry),
         digest=state.digest,
     )
-    return _encoder.encode(packed)
+    data = _encoder.encode(packed)
+    return _CHECK.pack(xxh3_64_intdigest(data)) + data
 
 
 def decode_state(data: bytes) -> State:
     """The state of `encode_state`. Raises CodecError where the bytes are none, or were changed."""
+    body = memoryview(data)[_CHECK.size :]
+    if len(data) < _CHECK.size or _CHECK.unpack_from(data)[0] != xxh3_64_intdigest(body):
+        raise CodecError("a checkpoint's state does not fit its checksum")
     try:
-        packed = _decoder.decode(data)
+        packed = _decoder.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CodecError(f"a checkpoint's state cannot be read: {error}") from error
     issued, written, last_seq, next_entry = packed.counters

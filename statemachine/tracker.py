@@ -14,28 +14,28 @@ from msgspec import Struct
 
 from .events import COMMITTED_AT_ONCE
 from .geometry import WINDOW, Geometry, Group
-from .records import Observation
 from .sequence import Sequence
 
 UNKNOWN = -1
 """Expected table hash of a sequence that was not seen yet; also the offset of a closed one."""
 
 
-class Cursor:
-    """One sequence: its stream, its offset, and how many rows at its end are not committed."""
+class Cursor(Struct):
+    """One sequence: its stream, its offset (UNKNOWN once it is closed), how many rows at its end
+    are not committed, and the hash of each group's table as it was last read.
+    """
 
-    __slots__ = ("offset", "stream", "tail")
-
-    def __init__(self, stream: list[int], offset: int = 0, tail: int = 0) -> None:
-        self.stream = stream
-        self.offset = offset
-        self.tail = tail
+    stream: list[int]
+    tables: list[int]
+    offset: int = 0
+    tail: int = 0
 
 
 class Pieces(Struct):
     """The batch of a planned step: sequence, first position and rows of each piece."""
 
     seqs: list[int]
+    cursors: list[Cursor]
     starts: list[int]
     rows: list[int]
 
@@ -50,14 +50,12 @@ class Tracker:
         self.parts: tuple[str, ...] = ()
         self._cursors: dict[int, Cursor] = {}
         self._waiting: dict[int, list[int]] = {}
-        self._tables: list[dict[int, int]] = []
         self._plan: Pieces | None = None
 
     def header(self, geometry: Geometry) -> None:
         """A tape or segment starts: nothing is known but the geometry."""
         self.__init__()  # type: ignore[misc]
         self.groups = geometry.groups
-        self._tables = [{} for _ in geometry.groups]
 
     def checkpoint(
         self, streams: Iterable[tuple[int, list[int]]], sequences: Iterable[Sequence]
@@ -66,12 +64,11 @@ class Tracker:
         self._waiting = dict(streams)
         self._cursors = {}
         self.steps = {}
-        self._tables = [{} for _ in self.groups]
         for sequence in sequences:
             stream = self._waiting.pop(sequence.id, None)
             tail = sequence.offset - sequence.committed
             known = list(sequence.tokens) if stream is None else stream
-            self._cursors[sequence.id] = Cursor(known, sequence.offset, tail)
+            self._cursors[sequence.id] = self._new(known, sequence.offset, tail)
 
     def arrived(self, request: int, tokens: tuple[int, ...]) -> None:
         self._waiting[request] = list(tokens)
@@ -81,12 +78,15 @@ class Tracker:
 
     def opened(self, seq: int) -> Cursor:
         """A new cursor; its stream is that of the request of the same id."""
-        cursor = self._cursors[seq] = Cursor(self._waiting.pop(seq, []))
+        cursor = self._cursors[seq] = self._new(self._waiting.pop(seq, []))
         return cursor
+
+    def _new(self, stream: list[int], offset: int = 0, tail: int = 0) -> Cursor:
+        return Cursor(stream, [UNKNOWN] * len(self.groups), offset, tail)
 
     def begin_plan(self, step: int) -> None:
         """The appends that follow, up to `end_plan`, make this step's batch."""
-        self._plan = self.steps[step] = Pieces([], [], [])
+        self._plan = self.steps[step] = Pieces([], [], [], [])
 
     def end_plan(self) -> None:
         self._plan = None
@@ -94,21 +94,31 @@ class Tracker:
     def cursor(self, seq: int) -> Cursor:
         return self._cursors.get(seq) or self.opened(seq)
 
-    def next_tokens(self, seqs: tuple[int, ...]) -> tuple[int, ...]:
-        """The stream's token at each sequence's offset; () where one of them is not known."""
-        cursors = self._cursors
+    def cursors(self, seqs: tuple[int, ...]) -> list[Cursor]:
+        known = self._cursors
         try:
-            return tuple([(it := cursors[seq]).stream[it.offset] for seq in seqs])
-        except (KeyError, IndexError):
+            return [known[seq] for seq in seqs]
+        except KeyError:
+            return [self.cursor(seq) for seq in seqs]
+
+    def next_tokens(self, cursors: list[Cursor]) -> tuple[int, ...]:
+        """The stream's token at each offset; () where one of them is not known."""
+        try:
+            return tuple([cursor.stream[cursor.offset] for cursor in cursors])
+        except IndexError:
             return ()
 
     def appended_each(
-        self, seqs: tuple[int, ...], unexpected: tuple[int, ...], purpose: str
+        self,
+        seqs: tuple[int, ...],
+        cursors: list[Cursor],
+        unexpected: tuple[int, ...],
+        purpose: str,
     ) -> None:
         """One row each; `unexpected`: their tokens, where they are not the stream's."""
-        cursors = [self.cursor(seq) for seq in seqs]
         if self._plan is not None:
             self._plan.seqs += seqs
+            self._plan.cursors += cursors
             self._plan.starts += [cursor.offset for cursor in cursors]
             self._plan.rows += [1] * len(seqs)
         committed = purpose in COMMITTED_AT_ONCE
@@ -129,6 +139,7 @@ class Tracker:
                 plan.rows[plan.seqs.index(seq)] += rows
             else:
                 plan.seqs.append(seq)
+                plan.cursors.append(cursor)
                 plan.starts.append(cursor.offset)
                 plan.rows.append(rows)
         if purpose not in COMMITTED_AT_ONCE:
@@ -163,21 +174,26 @@ class Tracker:
             cursor.offset = cursor.tail = 0
 
     def closed(self, seq: int) -> None:
-        self._cursors.pop(seq, None)
-        for tables in self._tables:
-            tables.pop(seq, None)
+        cursor = self._cursors.pop(seq, None)
+        if cursor is not None:
+            cursor.offset = UNKNOWN
 
     def forked(self, seq: int, child: int) -> None:
         parent = self.cursor(seq)
-        self._cursors[child] = Cursor(list(parent.stream), parent.offset, parent.tail)
+        self._cursors[child] = self._new(list(parent.stream), parent.offset, parent.tail)
 
-    def sampled(self, pieces: Pieces, numbers: Iterable[int], tokens: tuple[int, ...]) -> None:
-        """Sampled tokens join the streams of their pieces' sequences."""
-        cursors, seqs = self._cursors, pieces.seqs
-        for number, token in zip(numbers, tokens, strict=False):
-            cursor = cursors.get(seqs[number]) if 0 <= number < len(seqs) else None
-            if cursor is not None:
+    def sampled(
+        self, pieces: Pieces, numbers: tuple[int, ...] | None, tokens: tuple[int, ...]
+    ) -> None:
+        """Sampled tokens join the streams of their pieces' sequences; None: of each piece."""
+        cursors = pieces.cursors
+        if numbers is None:
+            for cursor, token in zip(cursors, tokens, strict=False):
                 cursor.stream.append(token)
+            return
+        for number, token in zip(numbers, tokens, strict=False):
+            if 0 <= number < len(cursors):
+                cursors[number].stream.append(token)
 
     def expected_visible(self, group: int, ends: list[int]) -> list[int]:
         """Visible rows of a piece that ends at each of `ends`, where no window start was moved."""
@@ -189,23 +205,16 @@ class Tracker:
 
     def expected_tables(self, group: int, pieces: Pieces) -> list[int]:
         """The hash of each piece's table as it was last read."""
-        known = self._tables[group]
-        return [known.get(seq, UNKNOWN) for seq in pieces.seqs]
+        return [cursor.tables[group] for cursor in pieces.cursors]
 
-    def observed(self, pieces: Pieces, observation: Observation) -> None:
-        """Remember what was read, for the next step."""
-        for known, column in zip(self._tables, observation.tables, strict=False):
-            known.update(zip(pieces.seqs, column, strict=False))
+    def observed(self, pieces: Pieces, group: int, hashes: tuple[int, ...]) -> None:
+        """Remember what was read of a group's tables, for the next step."""
+        for cursor, table in zip(pieces.cursors, hashes, strict=False):
+            cursor.tables[group] = table
 
     def expected_offsets(self, pieces: Pieces) -> list[int]:
-        """Each piece's offset after the closing events; a closed sequence is forgotten for good."""
-        cursors = self._cursors
-        offsets = [cursors[seq].offset if seq in cursors else UNKNOWN for seq in pieces.seqs]
-        if UNKNOWN in offsets:
-            for seq, offset in zip(pieces.seqs, offsets, strict=True):
-                if offset == UNKNOWN:
-                    self.closed(seq)
-        return offsets
+        """Each piece's offset after the closing events."""
+        return [cursor.offset for cursor in pieces.cursors]
 
 
 def _overwrite(stream: list[int], at: int, tokens: tuple[int, ...]) -> None:
