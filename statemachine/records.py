@@ -186,21 +186,28 @@ class Gap(Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class RequestSnapshot(Struct, frozen=True, omit_defaults=True):
-    """A live request inside of a checkpoint."""
+    """A live request inside of a checkpoint. `passed`: requests that were admitted before it."""
 
     arrived: RequestArrived
     output: tuple[int, ...]
     running: bool
     cached_tokens: int = -1
+    passed: int = 0
 
 
 class Checkpoint(Struct, frozen=True, tag=True, omit_defaults=True):
-    """State and live requests, so that a reader can start here; `state` is the codec's bytes."""
+    """State and live requests, so that a reader can start here; `state` is the codec's bytes.
+
+    requests: running ones in admission order, then the queue in its order. alone: sequences of a
+    step that failed at build, still to be tried one by one. stuck: the queue's front cannot start.
+    """
 
     step: int
     state: bytes
     requests: tuple[RequestSnapshot, ...]
     digest: int
+    alone: tuple[int, ...] = ()
+    stuck: bool = False
 
 
 class TapeEnded(Struct, frozen=True, tag=True, omit_defaults=True):
