@@ -188,6 +188,9 @@ def _content(token: Any) -> str | None:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        return dict(json.loads(file.read_text(encoding="utf-8")))
-    except (ValueError, TypeError, OSError) as error:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
         raise ModelError(f"{file} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{file} is no JSON object: fetch the file again")
+    return value

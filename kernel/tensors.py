@@ -40,11 +40,11 @@ def compare_shapes(wanted: Mapping[str, Shape], found: Mapping[str, Shape]) -> s
         if wanted[name] != found[name]
     ]
     parts = [
-        f"{len(names)} tensors {what} ({_shown(names)})"
+        f"{what}: {_shown(names)}"
         for what, names in (
-            ("are missing", missing),
-            ("are left over", left_over),
-            ("have another shape", wrong),
+            ("missing tensors", missing),
+            ("left-over tensors", left_over),
+            ("tensors of another shape", wrong),
         )
         if names
     ]
