@@ -1,0 +1,235 @@
+"""Engine: one thread that makes every kernel call, and the door to it for all others.
+
+Owns the thread, the inbox and the ids of requests. `submit` and `cancel` put inputs into the inbox
+and wake the thread, which sleeps on a condition while there is nothing to do; sinks are called on
+the thread. What a step does is loop.py's business. The thread never dies silently: whatever ends it
+ends every request with an error, and makes later submissions raise.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import structlog
+
+from statemachine.records import RequestArrived, RequestCancelled
+
+from .admission import capacity_tokens, check_pool, refuse
+from .loop import Arrival, Input, Loop, Parts
+from .submission import (
+    CANCELLED,
+    ERROR,
+    EngineStopped,
+    RequestRefused,
+    Sink,
+    Submission,
+    Update,
+)
+from .view import View
+
+log = structlog.get_logger()
+
+STOPPED = "the server was stopped before this answer was complete"
+
+
+class QueueFull(RequestRefused):
+    """More requests wait than the queue may hold; the same request may be sent again later."""
+
+    def __init__(self, waiting: int) -> None:
+        super().__init__(
+            f"{waiting} requests are waiting already: send it again later",
+            code="rate_limit_exceeded",
+        )
+
+
+class Engine:
+    """Serves requests on a thread of its own (`start`), or step by step (`open`, `step`)."""
+
+    def __init__(
+        self,
+        make: Callable[[], Parts],
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+        waiting_max: int = 1024,
+    ) -> None:
+        """`make` loads the model and makes the pages; it runs on the engine's thread."""
+        self._make = make
+        self._clock = clock
+        self._waiting_max = waiting_max
+        self._wake = threading.Condition()
+        self._inbox: list[Input] = []
+        self._next_request = 0
+        self._stopping = False
+        self._ended = False
+        self._loop: Loop | None = None
+        self._parts: Parts | None = None
+        self._thread: threading.Thread | None = None
+        self._opened = threading.Event()
+        self._error: BaseException | None = None
+
+    def start(self) -> None:
+        """Start the thread and wait until it can serve. Raises what `make` raised."""
+        self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
+        self._thread.start()
+        self._opened.wait()
+        if self._error is not None:
+            self._thread.join()
+            raise self._error
+
+    def open(self) -> None:
+        """Make the kernel and the loop, on this thread. Raises what `make` raised."""
+        parts = self._make()
+        check_pool(parts.kernel.geometry, parts.policy)
+        self._parts = parts
+        self._loop = Loop(parts, self._clock)
+
+    def step(self) -> bool:
+        """One turn of the loop with all that came in; False where there was nothing to do."""
+        with self._wake:
+            inputs, self._inbox = self._inbox, []
+        return self._opened_loop().step(inputs)
+
+    def stop(self, timeout_s: float | None = None) -> None:
+        """Cancel what is live, end the tape, and wait for the thread."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify_all()
+        if self._thread is None:
+            if self._loop is not None and not self._ended:
+                self._finish(CANCELLED, STOPPED)
+        elif self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+
+    @property
+    def healthy(self) -> bool:
+        """Whether submissions are accepted and steps still succeed."""
+        return self._loop is not None and not (self._ended or self._stopping or self._loop.broken)
+
+    @property
+    def context_tokens(self) -> int:
+        """The longest prompt + answer that this model and pool can hold."""
+        parts = self._opened_parts()
+        return capacity_tokens(parts.kernel.geometry, parts.policy)
+
+    @property
+    def view(self) -> View:
+        """The scheduler's view after the last step: a value, so safe to read from any thread."""
+        return self._opened_loop().view
+
+    @property
+    def next_step(self) -> int:
+        """The number that the next step will have."""
+        return self.view.step
+
+    def submit(self, submission: Submission, sink: Sink) -> int:
+        """Queue a request; returns its id. Raises RequestRefused, QueueFull, EngineStopped."""
+        if not self.healthy:
+            raise EngineStopped("the engine is not running: restart the server")
+        parts = self._opened_parts()
+        refuse(parts.kernel.geometry, parts.policy, submission, parts.vocab_size)
+        with self._wake:
+            if not self.healthy:
+                raise EngineStopped("the engine is not running: restart the server")
+            waiting = len(self.view.waiting) + sum(isinstance(i, Arrival) for i in self._inbox)
+            if waiting >= self._waiting_max:
+                raise QueueFull(waiting)
+            request = self._next_request
+            self._next_request += 1
+            record = RequestArrived(
+                request=request,
+                external_id=submission.external_id,
+                tokens=submission.tokens,
+                parameters=submission.parameters,
+                namespace=submission.namespace,
+            )
+            self._inbox.append(Arrival(record, sink))
+            self._wake.notify_all()
+        return request
+
+    def cancel(self, request: int) -> None:
+        """Give a request up; a request that already ended, or is unknown, is left alone."""
+        with self._wake:
+            self._inbox.append(RequestCancelled(request, CANCELLED))
+            self._wake.notify_all()
+
+    def status(self) -> dict[str, int]:
+        """Counts, of requests and (over all groups) of blocks; a snapshot between two steps."""
+        loop = self._opened_loop()
+        view, counters = loop.view, loop.counters
+        state, groups = view.state, view.state.paged_groups()
+        return {
+            "running": len(view.running),
+            "waiting": len(view.waiting),
+            "held": sum(state.held_blocks(group) for group in groups),
+            "free": sum(state.free_blocks(group) for group in groups),
+            "cached": sum(state.cached_blocks(group) for group in groups),
+            "num_blocks": sum(state.geometry.groups[group].num_blocks for group in groups),
+            "steps": counters.steps,
+            "failed_steps": counters.failed_steps,
+            "preemptions": counters.preemptions,
+            "shadow_found": counters.shadow_found,
+            "capture_failures": counters.capture_failures,
+        }
+
+    def _opened_loop(self) -> Loop:
+        if self._loop is None:
+            raise EngineStopped("the engine was not started")
+        return self._loop
+
+    def _opened_parts(self) -> Parts:
+        if self._parts is None:
+            raise EngineStopped("the engine was not started")
+        return self._parts
+
+    def _serve(self) -> None:
+        """The thread's life."""
+        try:
+            self.open()
+        except BaseException as error:
+            self._error = error
+            self._ended = True
+            return
+        finally:
+            self._opened.set()
+        try:
+            self._run()
+            reason, said = CANCELLED, STOPPED
+            if self._opened_loop().broken:
+                reason, said = ERROR, f"the engine stopped: {self._opened_loop().failure}"
+        except BaseException as error:
+            log.exception("the engine's thread ended by an error of its own")
+            reason, said = ERROR, f"the engine stopped: {error}"
+        self._finish(reason, said)
+
+    def _run(self) -> None:
+        loop = self._opened_loop()
+        while not loop.broken:
+            with self._wake:
+                self._wake.wait_for(lambda: self._stopping or self._inbox or loop.busy)
+                if self._stopping:
+                    return
+            self.step()
+
+    def _finish(self, reason: str, said: str) -> None:
+        """End every request and the tape; no submission gets in after it."""
+        with self._wake:
+            self._ended = True
+            inbox, self._inbox = self._inbox, []
+        loop = self._opened_loop()
+        try:
+            loop.end(reason, said)
+        except Exception:
+            log.exception("the tape could not be ended in order")
+            loop.tell_all(ERROR, said)
+        for given in inbox:
+            if isinstance(given, Arrival):
+                self._refuse_late(given, reason, said)
+
+    def _refuse_late(self, given: Arrival, reason: str, said: str) -> None:
+        """Tell a request that came in while the engine ended."""
+        try:
+            given.sink(Update(given.record.request, (), reason, error=said))
+        except Exception:
+            log.exception("a sink raised", request=given.record.request)

@@ -1,0 +1,397 @@
+"""Loop: the engine's step, without threads: inputs, plan, tape, forward, close, news.
+
+Owns the view, the records that are not on tape yet, and what becomes of a step that raises. The
+thread (engine.py) and the step-pinned driver call the same `step`. Never waits for input.
+
+Tape order: the last step's StepDone and StepTimed, then inputs, then StepPlanned, in one write
+before the forward is issued. Finished records stand before the StepDone that they end a request in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+from typing import Protocol
+
+import structlog
+from msgspec import Struct
+
+from kernel.batch import BuildFailed, Kernel, StepResult
+from statemachine.events import Event, Preempted
+from statemachine.records import (
+    Checkpoint,
+    Finished,
+    Header,
+    Observation,
+    Record,
+    RequestArrived,
+    RequestCancelled,
+    ShadowReport,
+    StepDone,
+    StepFailed,
+    StepPlanned,
+    StepTimed,
+    TapeEnded,
+)
+from statemachine.snapshot import encode_state
+
+from . import scheduler
+from .closing import BUILD, CLOSE, EVAL, PLAN
+from .policy import Policy
+from .submission import CANCELLED, ERROR, Sink, Update
+from .text import IncrementalDecoder, TextStream
+from .view import StepPlan, View, initial, receive, snapshots
+
+FAILURES_MAX = 8
+"""Failed steps in a row after which the engine stops."""
+
+NOTHING = StepResult(
+    Observation((0, 0), (0, 0), (0, 0), (0, 0), 0, (), (), (), ()), ShadowReport(), (), (), (), ()
+)
+"""The result of a step without rows, which never reaches the kernel."""
+
+log = structlog.get_logger()
+
+
+class Capture(Protocol):
+    """Where records go (capture.CaptureWriter)."""
+
+    def write(self, records: list[Record]) -> None:
+        """Put records on tape, in one write."""
+
+    def close(self) -> None:
+        """End the tape."""
+
+
+class Parts(Struct, frozen=True):
+    """What a loop runs on.
+
+    decoder: makes a detokeniser, needed for stop strings only. vocab_size: token ids below it may
+    be sent; 0 checks nothing.
+    """
+
+    kernel: Kernel
+    policy: Policy
+    capture: Capture | None = None
+    header: Header | None = None
+    decoder: Callable[[], IncrementalDecoder] | None = None
+    vocab_size: int = 0
+
+
+class Arrival(Struct, frozen=True):
+    """A request as it comes in, and who hears of it."""
+
+    record: RequestArrived
+    sink: Sink
+
+
+Input = Arrival | RequestCancelled
+
+
+class _Client:
+    """Who hears of a request, and its text where stop strings have to be seen."""
+
+    def __init__(self, sink: Sink, text: TextStream | None) -> None:
+        self.sink = sink
+        self.text = text
+
+
+class Counters:
+    """What the loop counted since it began; for status and metrics."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.failed_steps = 0
+        self.failures_in_a_row = 0
+        self.preemptions = 0
+        self.shadow_found = 0
+        self.capture_failures = 0
+
+
+class Loop:
+    """Runs steps over a kernel. All calls come from one thread."""
+
+    def __init__(self, parts: Parts, clock: Callable[[], float]) -> None:
+        """`clock` gives seconds; only StepTimed sees it. Writes header and first checkpoint."""
+        self._kernel = parts.kernel
+        self._policy = parts.policy
+        self._capture = parts.capture
+        self._decoder = parts.decoder
+        self._clock = clock
+        self._clients: dict[int, _Client] = {}
+        self._unwritten: list[Record] = []
+        self._own: list[RequestCancelled] = []
+        self.view: View = initial(parts.kernel.geometry)
+        self.counters = Counters()
+        self.failure = ""
+        if parts.header is not None:
+            self._write([parts.header, checkpoint(self.view)])
+
+    @property
+    def broken(self) -> bool:
+        """Whether too many steps failed in a row: `failure` says what the last one said."""
+        return self.counters.failures_in_a_row >= FAILURES_MAX
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step would find something to do without any input."""
+        view = self.view
+        return bool(self._own or self._unwritten or view.requests or view.closing)
+
+    def step(self, inputs: Iterable[Input] = ()) -> bool:
+        """One turn: take inputs, plan, run. False where there was nothing to do."""
+        received = self._receive([*self._own, *inputs])
+        started = self._clock()
+        try:
+            plan = scheduler.plan_step(self.view, self._policy)
+        except Exception as error:
+            self._give_up(received, error)
+            return True
+        if plan.idle:
+            self._flush(received)
+            return bool(received)
+        self.view = scheduler.begin(self.view, plan)
+        self._count(plan.events)
+        planned = self._clock()
+        self._write_planned(received, plan.step, plan.events)
+        self._run(plan, [started, planned, self._clock()])
+        return True
+
+    def _write_planned(self, received: list[Record], step: int, events: tuple[Event, ...]) -> None:
+        digest = self.view.state.digest
+        self._flush([*received, StepPlanned(step, events, digest)])
+
+    def _receive(self, inputs: list[Input]) -> list[Record]:
+        """Take inputs into the view; returns those that changed it, as records."""
+        self._own = []
+        received: list[Record] = []
+        for given in inputs:
+            if isinstance(given, Arrival):
+                record: RequestArrived | RequestCancelled = given.record
+                self._clients[given.record.request] = _Client(given.sink, None)
+                self._open_text(given.record)
+            else:
+                if given.request not in self.view.requests:
+                    continue
+                record = given
+            self.view = receive(self.view, record)
+            received.append(record)
+            if isinstance(record, RequestCancelled):
+                why = record.reason if record.reason in (CANCELLED, ERROR) else CANCELLED
+                said = "" if why == CANCELLED else "the answer could not be delivered"
+                self._tell(Update(record.request, (), why, error=said))
+        return received
+
+    def _open_text(self, record: RequestArrived) -> None:
+        if not record.parameters.stop or self._decoder is None:
+            return
+        try:
+            text = TextStream(self._decoder(), record.parameters.stop)
+        except Exception:
+            self._lose(record.request, "its detokeniser could not be made")
+            return
+        self._clients[record.request].text = text
+
+    def _run(self, plan: StepPlan, times: list[float]) -> None:
+        """The forward of a planned step, and its close."""
+        try:
+            result = self._forward(plan)
+        except BuildFailed as error:
+            self._fail(plan, BUILD, error, _blame(plan, error))
+            return
+        except Exception as error:
+            # Whatever is no BuildFailed leaves pages of which nothing is known.
+            self._fail(plan, EVAL, error, ())
+            return
+        times.append(self._clock())
+        try:
+            self._close(plan, result, times)
+        except Exception as error:
+            self._fail(plan, CLOSE, error, tuple(sorted(self.view.requests.keys())))
+
+    def _forward(self, plan: StepPlan) -> StepResult:
+        if not plan.pieces:
+            return NOTHING
+        ticket = self._kernel.issue(scheduler.batch(self.view, plan))
+        return self._kernel.collect(ticket)
+
+    def _close(self, plan: StepPlan, result: StepResult, times: list[float]) -> None:
+        """Closing events, the new view, news; the records wait for the next write."""
+        finished = self._stops(plan, result.tokens)
+        before, tokens = self.view, result.tokens
+        outcomes = scheduler.outcomes(before, plan, tokens, finished)
+        events = scheduler.close_step(before, plan, tokens, finished)
+        after = scheduler.settle(before, plan, tokens, finished, events)
+        sequences = after.state.sequences
+        offsets = tuple(
+            sequences[piece.seq].offset if piece.seq in sequences else -1 for piece in plan.pieces
+        )
+        done = StepDone(
+            step=plan.step,
+            observation=result.observation,
+            shadow=result.shadow,
+            sampled=result.sampled,
+            tokens=tokens,
+            logits=result.logits,
+            margins=result.margins,
+            events=events,
+            offsets=offsets,
+            digest=after.state.digest,
+        )
+        # From here on nothing raises: the step is what the tape will say.
+        self.view = after
+        self._note_shadow(plan.step, result.shadow)
+        self.counters.steps += 1
+        if plan.pieces:
+            self.counters.failures_in_a_row = 0
+        for outcome in outcomes:
+            news = () if outcome.token is None else (outcome.token,)
+            cached = before.requests[outcome.seq].cached_tokens
+            self._tell(Update(outcome.seq, news, outcome.reason, cached))
+        times.append(self._clock())
+        self._unwritten += [*finished, done, _timed(plan.step, times)]
+
+    def _stops(self, plan: StepPlan, tokens: tuple[int, ...]) -> tuple[Finished, ...]:
+        """Feed new tokens to the requests that have stop strings; the ends that they came to."""
+        found: list[Finished] = []
+        samplers = [piece.seq for piece in plan.pieces if piece.samples]
+        for seq, token in zip(samplers, tokens, strict=True):
+            client = self._clients.get(seq)
+            if client is None or client.text is None:
+                continue
+            request = self.view.requests[seq]
+            if token in request.arrived.parameters.end_tokens:
+                continue
+            try:
+                client.text.feed(token)
+            except Exception:
+                client.text = None
+                self._lose(seq, "its tokens could not be turned into text")
+                continue
+            if client.text.stopped:
+                found.append(Finished(seq, request.output_tokens + 1, "stop"))
+        return tuple(found)
+
+    def _fail(self, plan: StepPlan, stage: str, error: Exception, blamed: tuple[int, ...]) -> None:
+        """Undo a step that raised, on the view and on tape, and say so to those it ends."""
+        log.error("step failed", step=plan.step, stage=stage, blamed=blamed, exc_info=error)
+        before = self.view
+        events = scheduler.fail_step(before, plan, stage, blamed)
+        self.view = scheduler.settle_failed(before, plan, stage, blamed, events)
+        self._count(events)
+        self.counters.failed_steps += 1
+        self.counters.failures_in_a_row += 1
+        said = str(error) or type(error).__name__
+        self.failure = said
+        self._unwritten.append(
+            StepFailed(plan.step, stage, said, blamed, events, self.view.state.digest)
+        )
+        for request in blamed:
+            self._tell(Update(request, (), ERROR, error=f"the model could not run this: {said}"))
+        if stage != BUILD:
+            self._kernel.reset_pages()
+
+    def _give_up(self, received: list[Record], error: Exception) -> None:
+        """No plan could be made, which is a bug: end everything live, and go on empty."""
+        view = self.view
+        plan = StepPlan(view.step, (), (), view.state, self._policy, view.waiting, view.running)
+        self._write_planned(received, plan.step, ())
+        self._fail(plan, PLAN, error, tuple(sorted(view.requests.keys())))
+
+    def end(self, reason: str, error: str = "") -> None:
+        """End all that is live with a reason, and the tape. The loop is of no use after it."""
+        live = sorted(self.view.requests.keys())
+        records: list[Record] = []
+        for request in live:
+            record = RequestCancelled(request, reason)
+            self.view = receive(self.view, record)
+            records.append(record)
+            self._tell(Update(request, (), reason, error=error))
+        plan = scheduler.plan_step(self.view, self._policy)
+        if plan.idle:
+            self._flush(records)
+        else:
+            self.view = scheduler.begin(self.view, plan)
+            self._write_planned(records, plan.step, plan.events)
+            now = self._clock()
+            self._close(plan, NOTHING, [now, now, now, now])
+        self._flush([TapeEnded(self.view.step - 1)])
+        if self._capture is not None:
+            self._capture.close()
+
+    def tell_all(self, reason: str, error: str) -> None:
+        """Tell every client that its request is over; for when not even `end` can run."""
+        for request in sorted(self._clients):
+            self._tell(Update(request, (), reason, error=error))
+
+    def _tell(self, update: Update) -> None:
+        """Hand news to a request's sink; a sink that raises loses its request, and no other."""
+        client = self._clients.get(update.request)
+        if client is None:
+            return
+        if update.finish_reason is not None:
+            del self._clients[update.request]
+        try:
+            client.sink(update)
+        except Exception:
+            self._clients.pop(update.request, None)
+            if update.finish_reason is None:
+                self._lose(update.request, "its sink raised")
+
+    def _lose(self, request: int, why: str) -> None:
+        """Cancel a request from here, with the next step's inputs."""
+        log.error("request given up", request=request, why=why, exc_info=True)
+        self._own.append(RequestCancelled(request, ERROR))
+
+    def _note_shadow(self, step: int, shadow: ShadowReport) -> None:
+        if not shadow.found:
+            return
+        self.counters.shadow_found += shadow.found
+        log.error(
+            "rows found that are not the sequence's",
+            step=step,
+            rows=shadow.found,
+            first=shadow.findings[0] if shadow.findings else None,
+            tape_bytes=getattr(self._capture, "position", None),
+        )
+
+    def _count(self, events: tuple[Event, ...]) -> None:
+        self.counters.preemptions += sum(isinstance(event, Preempted) for event in events)
+
+    def _flush(self, records: list[Record]) -> None:
+        """One write: what waited, then `records`."""
+        due = self._unwritten + records
+        self._unwritten = []
+        if due:
+            self._write(due)
+
+    def _write(self, records: list[Record]) -> None:
+        if self._capture is None:
+            return
+        try:
+            self._capture.write(records)
+        except Exception:
+            log.exception("the tape could not be written; serving goes on without it")
+            self.counters.capture_failures += 1
+            self._capture = None
+
+
+def checkpoint(view: View) -> Checkpoint:
+    """The state and the live requests after the last step."""
+    state = view.state
+    return Checkpoint(view.step - 1, encode_state(state), snapshots(view), state.digest)
+
+
+def _blame(plan: StepPlan, error: BuildFailed) -> tuple[int, ...]:
+    """The request at fault: the one that the kernel names, or the only one in the step."""
+    seqs = [piece.seq for piece in plan.pieces]
+    if error.seq in seqs:
+        return (error.seq,) if error.seq is not None else ()
+    return (seqs[0],) if len(seqs) == 1 else ()
+
+
+def _timed(step: int, times: list[float]) -> StepTimed:
+    names = ("plan", "write", "forward", "close")
+    spans = zip(names, pairwise(times), strict=True)
+    parts = {name: round((end - start) * 1e6) for name, (start, end) in spans}
+    return StepTimed(step, parts)

@@ -1,0 +1,190 @@
+"""View: all that the scheduler may look at, as one frozen value, and what inputs do to it.
+
+    RequestArrived -> waiting -> (plan_step, begin) -> running -> (close_step, settle) -> gone
+                         ^                                |
+                         +---------- preempted -----------+      a cancel: from either to closing
+
+A request's id is also its sequence's. There is no prefill cursor: what is left to issue is
+stream[sequence.committed:]. Never reads a clock, never touches MLX, a thread or a file.
+"""
+
+from __future__ import annotations
+
+from immutables import Map
+from msgspec import Struct, structs
+
+from statemachine.events import Event
+from statemachine.geometry import Geometry
+from statemachine.records import (
+    Finished,
+    RequestArrived,
+    RequestCancelled,
+    RequestSnapshot,
+)
+from statemachine.state import State, new_state
+
+from .policy import Policy
+from .tokenlog import TokenLog, log_of
+
+LOOK_AHEAD = 16
+"""Requests at the queue's front that one step looks at."""
+UNKNOWN = -1
+"""cached_tokens of a request that was not admitted yet."""
+
+
+class RequestState(Struct, frozen=True):
+    """A live request.
+
+    stream: prompt + answer so far. cached_tokens: rows adopted at the first admission, UNKNOWN
+    before. passed: how many requests were admitted past it because it did not fit; never reset.
+    """
+
+    arrived: RequestArrived
+    stream: TokenLog
+    cached_tokens: int = UNKNOWN
+    passed: int = 0
+
+    @property
+    def output_tokens(self) -> int:
+        """Answer tokens so far."""
+        return self.stream.length - len(self.stream.prompt)
+
+
+class View(Struct, frozen=True):
+    """What plan_step plans from.
+
+    waiting: queue order; arrivals at the end, preempted ones at the front. running: admission
+    order. closing: cancelled requests whose sequences the next plan closes. alone: sequences of a
+    step that failed at build, to be tried one by one. stuck: the queue was looked through and
+    nothing fitted, and nothing that could change that has happened since. step: the next one's.
+    """
+
+    state: State
+    requests: Map[int, RequestState] = Map()
+    waiting: tuple[int, ...] = ()
+    running: tuple[int, ...] = ()
+    closing: tuple[int, ...] = ()
+    alone: tuple[int, ...] = ()
+    stuck: bool = False
+    step: int = 1
+
+
+class PlannedPiece(Struct, frozen=True):
+    """One sequence's rows in a step: `rows` tokens, `pads`; it samples where its stream ends."""
+
+    seq: int
+    rows: int
+    pads: int
+    purpose: str
+    samples: bool
+
+
+class StepPlan(Struct, frozen=True):
+    """A step: opening events, the batch they make, and the queue after them.
+
+    state: after the events. pieces: batch order. admitted: (request, rows adopted). passed:
+    requests that others were admitted past, once for each. policy: what the plan was made with.
+    """
+
+    step: int
+    events: tuple[Event, ...]
+    pieces: tuple[PlannedPiece, ...]
+    state: State
+    policy: Policy
+    waiting: tuple[int, ...]
+    running: tuple[int, ...]
+    alone: tuple[int, ...] = ()
+    admitted: tuple[tuple[int, int], ...] = ()
+    passed: tuple[int, ...] = ()
+    stuck: bool = False
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do: no rows, and no events either."""
+        return not self.events and not self.pieces
+
+
+def initial(geometry: Geometry) -> View:
+    """An empty pool and no requests. Raises ValueError where the geometry makes no sense."""
+    return View(new_state(geometry))
+
+
+def receive(view: View, record: RequestArrived | RequestCancelled | Finished) -> View:
+    """The view after an input.
+
+    A cancel of a request that is not live changes nothing. Finished changes nothing here either:
+    it belongs to the close of the step that it was seen in (close_step takes it).
+    Raises ValueError for a request id that is live.
+    """
+    if isinstance(record, RequestArrived):
+        return _arrived(view, record)
+    if isinstance(record, RequestCancelled):
+        return _cancelled(view, record.request)
+    return view
+
+
+def _arrived(view: View, record: RequestArrived) -> View:
+    if record.request in view.requests:
+        raise ValueError(f"request {record.request} is live already: each needs an id of its own")
+    request = RequestState(record, log_of(record.tokens))
+    return structs.replace(
+        view,
+        requests=view.requests.set(record.request, request),
+        waiting=(*view.waiting, record.request),
+        stuck=view.stuck and len(view.waiting) >= LOOK_AHEAD,
+    )
+
+
+def _cancelled(view: View, request: int) -> View:
+    if request not in view.requests:
+        return view
+    opened = request in view.state.sequences
+    return structs.replace(
+        view,
+        requests=view.requests.delete(request),
+        waiting=without(view.waiting, request),
+        running=without(view.running, request),
+        alone=without(view.alone, request),
+        closing=(*view.closing, request) if opened else view.closing,
+        stuck=False,
+    )
+
+
+def without(ids: tuple[int, ...], gone: int) -> tuple[int, ...]:
+    """`ids` less one of them; the same tuple where it is not in there."""
+    if gone not in ids:
+        return ids
+    place = ids.index(gone)
+    return ids[:place] + ids[place + 1 :]
+
+
+def snapshots(view: View) -> tuple[RequestSnapshot, ...]:
+    """The live requests as a checkpoint holds them: running in admission order, then the queue."""
+    running = len(view.running)
+    return tuple(
+        RequestSnapshot(
+            arrived=request.arrived,
+            output=request.stream.output(),
+            running=place < running,
+            cached_tokens=request.cached_tokens,
+        )
+        for place, request in enumerate(view.requests[r] for r in (*view.running, *view.waiting))
+    )
+
+
+def restore(state: State, requests: tuple[RequestSnapshot, ...], step: int) -> View:
+    """The view that a checkpoint (or a sequence closing since) stands for; `step` is the next."""
+    states = {
+        held.arrived.request: RequestState(
+            held.arrived, log_of(held.arrived.tokens, held.output), held.cached_tokens
+        )
+        for held in requests
+    }
+    return View(
+        state=state,
+        requests=Map(states),
+        waiting=tuple(held.arrived.request for held in requests if not held.running),
+        running=tuple(held.arrived.request for held in requests if held.running),
+        closing=tuple(sorted(seq for seq in state.sequences if seq not in states)),
+        step=step,
+    )
