@@ -79,6 +79,18 @@ class TapeEncoder:
             parts.append(self._frame(payload))
         return b"".join(parts)
 
+    @property
+    def crc(self) -> int:
+        """The CRC that the next frame's header builds on: a mark for `resume`."""
+        return self._crc
+
+    def resume(self, crc: int) -> None:
+        """Go on after the frame where `crc` was read, the later ones lost.
+
+        What follows must be Gap, then Checkpoint: only these rely on nothing before them.
+        """
+        self._crc = crc
+
     def _frame(self, payload: bytes) -> bytes:
         if len(payload) > MAX_FRAME_BYTES:
             raise CodecError(

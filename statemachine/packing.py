@@ -13,136 +13,19 @@ from msgspec import Struct
 
 from . import records as rec
 from . import wire
-from .columns import (
-    Column,
-    pack_changes,
-    pack_floats,
-    pack_ints,
-    unpack_changes,
-    unpack_floats,
-    unpack_ints,
-)
+from .columns import pack_floats, pack_ints, unpack_floats, unpack_ints
 from .errors import CodecError
 from .packing_events import pack_events, unpack_events
+from .packing_observation import (
+    pack_column,
+    pack_observation,
+    unpack_column,
+    unpack_observation,
+)
 from .snapshot import decode_state
 from .tracker import Pieces, Tracker
 
 _NO_PIECES = Pieces([], [], [], [])
-
-
-def _expected_counters(tracker: Tracker, pieces: Pieces) -> tuple[int, ...]:
-    """The last step's counters, with the rows of this step."""
-    rows, last = sum(pieces.rows), tracker.counters
-    return (*last[:4], rows, rows, *last[6:])
-
-
-def _pack_observation(tracker: Tracker, pieces: Pieces, seen: rec.Observation) -> wire.Observation:
-    counters: tuple[int, ...] | None = (
-        *seen.offset_reads, *seen.updates, *seen.rows_updated, *seen.attends, seen.strangers
-    )  # fmt: skip
-    if counters == _expected_counters(tracker, pieces):
-        counters = None
-    else:
-        tracker.counters = counters or ()
-    starts = None if seen.starts == tuple(pieces.starts) else pack_ints(seen.starts)
-    rows = None if seen.rows == tuple(pieces.rows) else pack_ints(seen.rows)
-    return wire.Observation(
-        counters,
-        starts,
-        rows,
-        _pack_visible(tracker, pieces, seen),
-        _pack_tables(tracker, pieces, seen),
-    )
-
-
-def _ends(pieces: Pieces) -> list[int]:
-    return [start + rows for start, rows in zip(pieces.starts, pieces.rows, strict=True)]
-
-
-def _pack_visible(
-    tracker: Tracker, pieces: Pieces, seen: rec.Observation
-) -> tuple[Column | None, ...] | None:
-    ends = _ends(pieces)
-    known = len(tracker.groups)
-    columns = tuple(
-        None
-        if group < known and column == tuple(tracker.expected_visible(group, ends))
-        else pack_ints(column)
-        for group, column in enumerate(seen.visible)
-    )
-    return None if len(columns) == known and not any(c is not None for c in columns) else columns
-
-
-def _pack_tables(
-    tracker: Tracker, pieces: Pieces, seen: rec.Observation
-) -> tuple[wire.Changes | None, ...] | None:
-    known = len(tracker.groups)
-    packed: list[wire.Changes | None] = []
-    for group, column in enumerate(seen.tables):
-        expected = tracker.expected_tables(group, pieces) if group < known else None
-        packed.append(_pack_column(column, expected))
-        if group < known and packed[-1] is not None:
-            tracker.observed(pieces, group, column)
-    return None if len(packed) == known and not any(packed) else tuple(packed)
-
-
-def _unpack_tables(
-    tracker: Tracker, pieces: Pieces, packed: tuple[wire.Changes | None, ...] | None
-) -> tuple[tuple[int, ...], ...]:
-    known = len(tracker.groups)
-    columns: list[tuple[int, ...]] = []
-    for group, changes in enumerate((None,) * known if packed is None else packed):
-        expected = tracker.expected_tables(group, pieces) if group < known else []
-        columns.append(_unpack_column(changes, expected))
-        if group < known and changes is not None:
-            tracker.observed(pieces, group, columns[-1])
-    return tuple(columns)
-
-
-def _pack_column(values: tuple[int, ...], expected: list[int] | None) -> wire.Changes | None:
-    if expected is None or len(expected) != len(values):
-        return wire.Changes(full=pack_ints(values))
-    changes = pack_changes(values, expected)
-    return None if changes is None else wire.Changes(*changes)
-
-
-def _unpack_column(packed: wire.Changes | None, expected: list[int]) -> tuple[int, ...]:
-    if packed is None:
-        return tuple(expected)
-    if packed.full is not None:
-        return unpack_ints(packed.full)
-    return unpack_changes((packed.places, packed.values), expected)
-
-
-def _unpack_observation(
-    tracker: Tracker, pieces: Pieces, packed: wire.Observation
-) -> rec.Observation:
-    counters = packed.counters
-    if counters is None:
-        counters = _expected_counters(tracker, pieces)
-    else:
-        tracker.counters = counters
-    if len(counters) != 9:
-        raise CodecError(f"an observation has {len(counters)} counters instead of 9")
-    ends, known = _ends(pieces), len(tracker.groups)
-    visible = packed.visible if packed.visible is not None else (None,) * known
-    if any(column is None for column in visible[known:]):
-        raise CodecError("an observation leaves out a group that the header does not have")
-    a, b, c, d, e, f, g, h, strangers = counters
-    return rec.Observation(
-        offset_reads=(a, b),
-        updates=(c, d),
-        rows_updated=(e, f),
-        attends=(g, h),
-        strangers=strangers,
-        starts=tuple(pieces.starts) if packed.starts is None else unpack_ints(packed.starts),
-        rows=tuple(pieces.rows) if packed.rows is None else unpack_ints(packed.rows),
-        visible=tuple(
-            tuple(tracker.expected_visible(group, ends)) if column is None else unpack_ints(column)
-            for group, column in enumerate(visible)
-        ),
-        tables=_unpack_tables(tracker, pieces, packed.tables),
-    )
 
 
 def _pack_planned(tracker: Tracker, record: rec.StepPlanned) -> Struct:
@@ -161,7 +44,7 @@ def _unpack_planned(tracker: Tracker, packed: wire.StepPlanned) -> rec.Record:
 
 def _pack_done(tracker: Tracker, record: rec.StepDone) -> Struct:
     pieces = tracker.steps.pop(record.step, _NO_PIECES)
-    observation = _pack_observation(tracker, pieces, record.observation)
+    observation = pack_observation(tracker, pieces, record.observation)
     every = record.sampled == tuple(range(len(pieces.seqs)))
     tracker.sampled(pieces, None if every else record.sampled, record.tokens)
     events = pack_events(tracker, record.step, record.events)
@@ -174,14 +57,14 @@ def _pack_done(tracker: Tracker, record: rec.StepDone) -> Struct:
         logits=pack_floats(record.logits),
         margins=pack_floats(record.margins),
         events=events,
-        offsets=_pack_column(record.offsets, tracker.expected_offsets(pieces)),
+        offsets=pack_column(record.offsets, tracker.expected_offsets(pieces)),
         digest=record.digest,
     )
 
 
 def _unpack_done(tracker: Tracker, packed: wire.StepDone) -> rec.Record:
     pieces = tracker.steps.pop(packed.step, _NO_PIECES)
-    observation = _unpack_observation(tracker, pieces, packed.observation)
+    observation = unpack_observation(tracker, pieces, packed.observation)
     every = packed.sampled is None
     sampled = tuple(range(len(pieces.seqs))) if every else unpack_ints(packed.sampled or ())
     tokens = unpack_ints(packed.tokens)
@@ -196,7 +79,7 @@ def _unpack_done(tracker: Tracker, packed: wire.StepDone) -> rec.Record:
         logits=unpack_floats(packed.logits),
         margins=unpack_floats(packed.margins),
         events=events,
-        offsets=_unpack_column(packed.offsets, tracker.expected_offsets(pieces)),
+        offsets=unpack_column(packed.offsets, tracker.expected_offsets(pieces)),
         digest=packed.digest,
     )
 
@@ -270,21 +153,33 @@ def _pack_checkpoint(tracker: Tracker, record: rec.Checkpoint) -> Struct:
     _follow_checkpoint(tracker, record)
     requests = tuple(
         wire.RequestSnapshot(
-            _arrived_wire(it.arrived), pack_ints(it.output), it.running, it.cached_tokens
+            _arrived_wire(it.arrived),
+            pack_ints(it.output),
+            it.running,
+            it.cached_tokens,
+            it.passed,
         )
         for it in record.requests
     )
-    return wire.Checkpoint(record.step, record.state, requests, record.digest)
+    return wire.Checkpoint(
+        record.step, record.state, requests, record.digest, record.alone, record.stuck
+    )
 
 
 def _unpack_checkpoint(tracker: Tracker, packed: wire.Checkpoint) -> rec.Record:
     requests = tuple(
         rec.RequestSnapshot(
-            _arrived_record(it.arrived), unpack_ints(it.output), it.running, it.cached_tokens
+            _arrived_record(it.arrived),
+            unpack_ints(it.output),
+            it.running,
+            it.cached_tokens,
+            it.passed,
         )
         for it in packed.requests
     )
-    record = rec.Checkpoint(packed.step, packed.state, requests, packed.digest)
+    record = rec.Checkpoint(
+        packed.step, packed.state, requests, packed.digest, packed.alone, packed.stuck
+    )
     _follow_checkpoint(tracker, record)
     return record
 

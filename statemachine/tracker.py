@@ -63,7 +63,7 @@ class Tracker:
         """Start from a state: prompt and answer of its live requests, and its sequences."""
         self._waiting = dict(streams)
         self._cursors = {}
-        self.steps = {}
+        self.steps, self.counters, self.parts = {}, (), ()
         for sequence in sequences:
             stream = self._waiting.pop(sequence.id, None)
             tail = sequence.offset - sequence.committed

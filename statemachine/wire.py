@@ -105,11 +105,18 @@ class Changes(Struct, frozen=True, array_like=True):
     full: Column | None = None
 
 
+class Nested(Struct, frozen=True, array_like=True):
+    """Tuples that do not have one entry for each piece and group: as they are."""
+
+    rows: tuple[tuple[int, ...], ...]
+
+
 class Observation(Struct, frozen=True, array_like=True):
     """Columns are None where they are what the plan says (tracker.py).
 
     counters: offset_reads, updates, rows_updated, attends (smallest, largest), strangers.
-    tables: a change list a group, against what was last read of the same sequences.
+    visible, tables: a column, or a change list, for each group; tables change against what was last
+    read of the same sequences.
     """
 
     counters: tuple[int, ...] | None
@@ -117,6 +124,8 @@ class Observation(Struct, frozen=True, array_like=True):
     rows: Column | None
     visible: tuple[Column | None, ...] | None
     tables: tuple[Changes | None, ...] | None
+    visible_nested: Nested | None = None
+    tables_nested: Nested | None = None
 
 
 class Header(Struct, frozen=True, array_like=True, tag=1):
@@ -174,6 +183,7 @@ class RequestSnapshot(Struct, frozen=True, array_like=True):
     output: Column
     running: bool
     cached_tokens: int
+    passed: int
 
 
 class Checkpoint(Struct, frozen=True, array_like=True, tag=10):
@@ -181,6 +191,8 @@ class Checkpoint(Struct, frozen=True, array_like=True, tag=10):
     state: bytes
     requests: tuple[RequestSnapshot, ...]
     digest: int
+    alone: tuple[int, ...]
+    stuck: bool
 
 
 RequestCancelled = _plain(rec.RequestCancelled, 3)

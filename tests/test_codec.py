@@ -137,9 +137,9 @@ def a_run() -> tuple[list[rec.Record], State]:
             (1, 1), (1, 1), (total, total), (1, 1), 0,
             tuple(start for _, start, _ in pieces),
             tuple(rows for _, _, rows in pieces),
-            (ends, windowed),
-            tuple(tuple(hash(state.sequences[seq].tables[g]) & 2**64 - 1 for seq, _, _ in pieces)
-                  for g in (0, 1)),
+            tuple(zip(ends, windowed, strict=True)),
+            tuple(tuple(hash(state.sequences[seq].tables[g]) & 2**64 - 1 for g in (0, 1))
+                  for seq, _, _ in pieces),
         )  # fmt: skip
         floats = tuple(struct.unpack("f", struct.pack("f", 0.1 * t))[0] for t in tokens)
         sampled = tuple(range(len(pieces)))
@@ -218,8 +218,9 @@ def many_rows(rows: int, steps: int) -> tuple[list[rec.Record], int]:
         closing = commands.step_written(state, number)
         state = apply_all(state, closing)
         seen = rec.Observation(
-            (9, 9), (9, 9), (sum(counts),) * 2, (9, 9), 0, starts, counts, (ends,),
-            (tuple(crc32(repr(state.sequences[seq].tables).encode()) << 20 for seq in order),),
+            (9, 9), (9, 9), (sum(counts),) * 2, (9, 9), 0, starts, counts,
+            tuple((end,) for end in ends),
+            tuple((crc32(repr(state.sequences[seq].tables).encode()) << 20,) for seq in order),
         )  # fmt: skip
         sampled = tuple(number * 400 + seq for seq in order)
         floats = tuple(float(struct.unpack("f", struct.pack("f", math.pi * t))[0]) for t in sampled)
