@@ -1,0 +1,145 @@
+"""Listen: a socket, Hypercorn on it, and an orderly end.
+
+Owns signals and the order of a stop: admit nobody, let answers finish for a while, cancel the rest,
+close connections. Never touches the engine: who started it stops it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import signal
+import socket
+from typing import Any, cast
+
+from hypercorn.asyncio import serve
+from hypercorn.config import Config
+from starlette.applications import Starlette
+
+from .settings import Settings
+
+BACKLOG = 1024
+KEEP_ALIVE_S = 75
+CUT_ROUNDS = 4
+CLOSE_S = 1.0
+"""Seconds that connections get to close once every answer is over."""
+
+
+class ListenError(Exception):
+    """The address cannot be listened on; one sentence that says what to do."""
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A TCP socket bound to the address, not listening yet. Raises ListenError."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ListenError(f"the host {host!r} is not known: {reason}; check --host") from None
+    family, kind, protocol, _, address = found[0]
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise _refusal(host, port, error) from None
+    return listener
+
+
+def listen(listener: socket.socket) -> tuple[str, int]:
+    """Start listening; the host and the port as they came to be. Raises ListenError."""
+    host, port = listener.getsockname()[:2]
+    try:
+        listener.listen(BACKLOG)
+    except OSError as error:
+        raise _refusal(host, port, error) from None
+    return host, port
+
+
+def _refusal(host: str, port: int, error: OSError) -> ListenError:
+    if error.errno == errno.EADDRINUSE:
+        return ListenError(
+            f"port {port} on {host} is in use: stop what listens there, or choose another --port"
+        )
+    if error.errno == errno.EACCES:
+        return ListenError(f"port {port} on {host} needs more rights: choose a --port above 1023")
+    return ListenError(f"{host} port {port} cannot be listened on: {error.strerror}")
+
+
+async def serve_app(
+    app: Starlette, listener: socket.socket, settings: Settings, stop: asyncio.Event
+) -> None:
+    """Serve on a listening socket until `stop` is set, and the stop's order is done."""
+    config = Config()
+    # Hypercorn takes the descriptor over, and closes it.
+    config.bind = [f"fd://{listener.detach()}"]
+    config.loglevel = "WARNING"
+    config.backlog = BACKLOG
+    config.keep_alive_timeout = KEEP_ALIVE_S
+    # Our own limit is below: where Hypercorn's passes, it fails with an error of its own.
+    config.graceful_timeout = 3600.0
+    config.include_server_header = False
+    stopping = asyncio.Event()
+    before = asyncio.all_tasks()
+
+    async def stopped() -> None:
+        await stop.wait()
+        await app.state.desk.drain(settings.grace_s)
+        stopping.set()
+
+    serving = asyncio.ensure_future(serve(cast(Any, app), config, shutdown_trigger=stopped))
+    until = asyncio.ensure_future(stopping.wait())
+    await asyncio.wait((serving, until), return_when=asyncio.FIRST_COMPLETED)
+    until.cancel()
+    done, _ = await asyncio.wait((serving,), timeout=CLOSE_S)
+    if done:
+        await serving
+    else:
+        await _cut_off(asyncio.all_tasks() - before)
+
+
+async def _cut_off(tasks: set[asyncio.Task[Any]]) -> None:
+    """End what serves clients that do not read: their bytes can never be flushed.
+
+    Hypercorn waits for that flush even where it is cancelled, hence the rounds; and it reports its
+    own cancelled tasks as errors, which says nothing to anybody.
+    """
+    asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+    for _ in range(CUT_ROUNDS):
+        for task in tasks:
+            task.cancel()
+        _, tasks = await asyncio.wait(tasks, timeout=CLOSE_S / CUT_ROUNDS)
+        if not tasks:
+            return
+
+
+def run(app: Starlette, listener: socket.socket, settings: Settings) -> None:
+    """Serve until SIGINT or SIGTERM; a second signal ends it at once."""
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        runner.run(_until_signal(app, listener, settings))
+
+
+async def _until_signal(app: Starlette, listener: socket.socket, settings: Settings) -> None:
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    serving = asyncio.ensure_future(serve_app(app, listener, settings, stop))
+
+    def signalled() -> None:
+        if stop.is_set():
+            serving.cancel()
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, signalled)
+    with contextlib.suppress(asyncio.CancelledError):
+        await serving
+
+
+def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:
+    """uvloop's loop where it is installed (it is not on Windows)."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.Loop

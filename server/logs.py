@@ -1,0 +1,33 @@
+"""Logs: structlog on the error stream, coloured on a terminal, `key=value` lines elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import structlog
+
+
+def configure_logs(level: str = "info") -> None:
+    """Set up logging for the process. `level`: debug, info, warning or error."""
+    terminal = sys.stderr.isatty()
+    renderer: structlog.typing.Processor
+    if terminal:
+        renderer = structlog.dev.ConsoleRenderer(colors=True)
+    else:
+        order = ["timestamp", "level", "event"]
+        renderer = structlog.processors.LogfmtRenderer(key_order=order, bool_as_flag=False)
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="%H:%M:%S" if terminal else "iso", utc=False),
+            structlog.processors.StackInfoRenderer(),
+            *([] if terminal else [structlog.processors.format_exc_info]),
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(
+            logging.getLevelNamesMapping()[level.upper()]
+        ),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=False,
+    )
