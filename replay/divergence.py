@@ -1,0 +1,143 @@
+"""Divergence: the first place where a tape and what follows from it disagree. Data only.
+
+Classes: `fold` an event that cannot be applied, or a state that is not the recorded one;
+`observation` the caches saw other lengths or tables than the state has; `content` a row in the
+pages is not the row that its sequence should read there; `plan` the scheduler decides otherwise;
+`token` the model says otherwise; `crash` a step was issued and never answered.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+import msgspec
+from msgspec import Struct
+
+from statemachine.events import AppendedEach, BlockEvicted, Event, Forked, PoolReset, StepWritten
+
+FOLD = "fold"
+OBSERVATION = "observation"
+CONTENT = "content"
+PLAN = "plan"
+TOKEN = "token"
+CRASH = "crash"
+CLASSES = (FOLD, OBSERVATION, CONTENT, PLAN, TOKEN, CRASH)
+
+LAST_EVENTS = 8
+_HISTORY_RECORDS = 256
+
+Value = int | float | str | tuple[int, ...] | None
+
+
+class Values(Struct, frozen=True):
+    """One quantity three times: as the tape says, as follows from the events, as the caches saw."""
+
+    name: str
+    recorded: Value = None
+    derived: Value = None
+    observed: Value = None
+
+
+class Neighbour(Struct, frozen=True):
+    """A piece of the same batch."""
+
+    piece: int
+    sequence: int
+    start: int
+    rows: int
+
+
+class Happened(Struct, frozen=True):
+    """An event, as text, and where it stood on tape."""
+
+    step: int
+    record: str
+    index: int
+    event: str
+
+
+class Divergence(Struct, frozen=True):
+    """See the module. -1 stands for what has no number here.
+
+    record, event_index, event: the event at fault and where it stands; for an observation, the one
+    that issued the rows. summary: one sentence, which names what is wrong with both values.
+    """
+
+    kind: str
+    step: int
+    summary: str
+    record: str = ""
+    event_index: int = -1
+    event: str = ""
+    sequence: int = -1
+    group: int = -1
+    layer: str = ""
+    position: int = -1
+    values: tuple[Values, ...] = ()
+    last_events: tuple[Happened, ...] = ()
+    neighbours: tuple[Neighbour, ...] = ()
+
+
+class Diverged(Exception):
+    """Carries the first divergence out of a depth."""
+
+    def __init__(self, divergence: Divergence) -> None:
+        self.divergence = divergence
+        super().__init__(divergence.summary)
+
+
+def event_text(event: Event) -> str:
+    """An event as the tape's JSON."""
+    return msgspec.json.encode(event).decode()
+
+
+def concerns(event: Event, seq: int) -> bool:
+    """Whether an event names a sequence, or all of them."""
+    if isinstance(event, AppendedEach):
+        return seq in event.seqs
+    if isinstance(event, Forked):
+        return seq in (event.seq, event.child)
+    if isinstance(event, PoolReset):
+        return True
+    if isinstance(event, StepWritten | BlockEvicted):
+        return False
+    return event.seq == seq
+
+
+def text_for(event: Event, seq: int) -> str:
+    """An event as text, with only the named sequence's column of a columnar one."""
+    if isinstance(event, AppendedEach) and seq in event.seqs:
+        tokens = None if event.tokens is None else (event.tokens[event.seqs.index(seq)],)
+        return event_text(AppendedEach(event.step, (seq,), tokens, event.purpose))
+    return event_text(event)
+
+
+class History:
+    """The records of the last steps, for a sequence's last events; costs nothing per row."""
+
+    def __init__(self) -> None:
+        self._records: deque[tuple[int, str, tuple[Event, ...]]] = deque(maxlen=_HISTORY_RECORDS)
+
+    def add(self, step: int, record: str, events: tuple[Event, ...]) -> None:
+        self._records.append((step, record, events))
+
+    def of(self, seq: int) -> tuple[Happened, ...]:
+        """The sequence's last events, oldest first."""
+        found: list[Happened] = []
+        for step, record, events in reversed(self._records):
+            for index in range(len(events) - 1, -1, -1):
+                if concerns(events[index], seq):
+                    text = text_for(events[index], seq)
+                    found.append(Happened(step, record, index, text))
+                    if len(found) == LAST_EVENTS:
+                        return tuple(reversed(found))
+        return tuple(reversed(found))
+
+
+def neighbours(
+    seqs: Iterable[int], starts: Iterable[int], rows: Iterable[int]
+) -> tuple[Neighbour, ...]:
+    """A batch's pieces for a report."""
+    columns = zip(seqs, starts, rows, strict=False)
+    return tuple(Neighbour(piece, *values) for piece, values in enumerate(columns))
