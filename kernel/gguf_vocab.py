@@ -47,6 +47,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
         raise TokenizerError(
             "the GGUF file holds no tokenizer (tokenizer.ggml.tokens): convert it again with one"
         )
+    _check_sizes(fields, len(tokens))
     if kind == "gpt2":
         core = _byte_level(fields, tokens)
     elif kind == "llama":
@@ -58,9 +59,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
         )
     _add_special(core, fields, tokens)
     named = {
-        name: tokens[fields[key]]
-        for name, key in NAMED_KEYS.items()
-        if fields.get(key) is not None and fields[key] < len(tokens)
+        name: tokens[fields[key]] for name, key in NAMED_KEYS.items() if fields.get(key) is not None
     }
     return Tokenizer(
         core,
@@ -68,6 +67,18 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
         end_tokens=[fields[key] for key in END_KEYS if fields.get(key) is not None],
         chat_template=metadata.get("tokenizer.chat_template"),
     )
+
+
+def _check_sizes(fields: Mapping[str, Any], num_tokens: int) -> None:
+    ids = (fields.get(key) for key in (*END_KEYS, *NAMED_KEYS.values()))
+    columns = (fields.get(key) for key in ("token_type", "scores"))
+    if any(id_ is not None and not 0 <= id_ < num_tokens for id_ in ids) or any(
+        column is not None and len(column) != num_tokens for column in columns
+    ):
+        raise TokenizerError(
+            f"the GGUF file's special ids, token types or scores do not fit its {num_tokens} "
+            "tokens: convert it again"
+        )
 
 
 def _byte_level(fields: Mapping[str, Any], tokens: Sequence[str]) -> tokenizers.Tokenizer:

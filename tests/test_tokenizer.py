@@ -68,7 +68,7 @@ def test_special_tokens_and_ids_out_of_range_have_no_text() -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.text())
+@given(st.text().filter(lambda text: not any(name in text for name in tiny.SPECIAL)))
 def test_text_survives_encoding_and_decoding(text: str) -> None:
     ids = BYTES.encode(text)
     assert BYTES.decode(ids) == text
@@ -159,12 +159,6 @@ def test_a_template_that_cannot_be_used_is_one_typed_sentence(
     assert "\n" not in str(caught.value)
 
 
-def test_a_template_cannot_change_the_messages_that_it_was_given() -> None:
-    messages = [{"role": "user", "content": "hi"}]
-    with_template("{% set _ = messages %}{{ messages[0].content }}").render_chat(messages)
-    assert messages == HI
-
-
 def test_a_decoder_that_is_not_understood_is_refused() -> None:
     core = tokenizers.Tokenizer(models.BPE())
     core.decoder = decoders.WordPiece()
@@ -222,6 +216,12 @@ def test_a_start_token_is_added_where_the_gguf_says_so() -> None:
     started = tokenizer_from_gguf(gguf_fields(bos_token_id=1, add_bos_token=True))
     assert started.encode("a") == [1, *plain.encode("a")]
     assert plain.encode("a") == BYTES.encode("a")
+
+
+@pytest.mark.parametrize("changes", [{"token_type": [1]}, {"bos_token_id": 10**6}])
+def test_gguf_fields_that_do_not_fit_the_tokens_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(TokenizerError, match="do not fit its 259 tokens"):
+        tokenizer_from_gguf(gguf_fields(**changes))
 
 
 @pytest.fixture(scope="module")
