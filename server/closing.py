@@ -10,8 +10,7 @@ from __future__ import annotations
 from msgspec import Struct, structs
 
 from statemachine import commands
-from statemachine.events import PROMPT, Closed, Event
-from statemachine.geometry import WINDOW
+from statemachine.events import PROMPT, BlockPublished, Closed, Event
 from statemachine.records import Finished
 from statemachine.state import State
 from statemachine.transitions import apply_all
@@ -76,41 +75,35 @@ def close_step(
         for outcome in outcomes(view, plan, tokens, finished)
         if outcome.reason is not None
     }
-    geometry = view.state.geometry
-    windows = any(group.kind == WINDOW for group in geometry.groups)
+    size = view.state.geometry.block_size
     events: list[Event] = list(commands.step_written(view.state, plan.step))
     state = apply_all(view.state, events)
+    published: set[tuple[int, int]] = set()
     for piece in plan.pieces:
         seq = piece.seq
-        edge = state.sequences[seq].committed % geometry.block_size == 0
-        if not (piece.pads or edge or piece.purpose == PROMPT or seq in reasons):
-            continue
-        state, closed = _close_piece(state, plan, seq, piece.pads, windows, reasons.get(seq))
-        events.extend(closed)
+        edge = state.sequences[seq].committed % size == 0
+        if edge or piece.purpose == PROMPT or seq in reasons:
+            closed = _close_piece(state, plan, seq, piece.pads, reasons.get(seq))
+            for event in closed:
+                if isinstance(event, BlockPublished):
+                    if (event.group, event.block) in published:
+                        continue
+                    published.add((event.group, event.block))
+                events.append(event)
     return tuple(events)
 
 
 def _close_piece(
-    state: State, plan: StepPlan, seq: int, pads: int, windows: bool, reason: str | None
-) -> tuple[State, list[Event]]:
-    """Closing events of one piece, and the state after them."""
-    events: list[Event] = []
-
-    def do(more: tuple[Event, ...]) -> None:
-        nonlocal state
-        if more:
-            state = apply_all(state, more)
-            events.extend(more)
-
-    if pads:
-        do(commands.trim(state, seq, pads))
+    state: State, plan: StepPlan, seq: int, pads: int, reason: str | None
+) -> tuple[Event, ...]:
+    """Closing events of one piece. They name what is already held and choose nothing, so each may
+    be asked of the state as the step's write left it."""
+    events: tuple[Event, ...] = commands.trim(state, seq, pads) if pads else ()
     if plan.policy.prefix_cache:
-        do(commands.publish(state, seq))
+        events += commands.publish(state, seq)
     if reason is not None:
-        do(commands.close(state, seq, reason))
-    elif windows:
-        do(commands.front_trims(state, seq))
-    return state, events
+        return events + commands.close(state, seq, reason)
+    return events + commands.front_trims(state, seq)
 
 
 def settle(

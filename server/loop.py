@@ -19,7 +19,6 @@ from msgspec import Struct
 from kernel.batch import BuildFailed, Kernel, StepResult
 from statemachine.events import Event, Preempted
 from statemachine.records import (
-    Checkpoint,
     Finished,
     Header,
     Observation,
@@ -33,14 +32,13 @@ from statemachine.records import (
     StepTimed,
     TapeEnded,
 )
-from statemachine.snapshot import encode_state
 
 from . import scheduler
 from .closing import BUILD, CLOSE, EVAL, PLAN
 from .policy import Policy
 from .submission import CANCELLED, ERROR, Sink, Update
 from .text import IncrementalDecoder, TextStream
-from .view import StepPlan, View, initial, receive, snapshots
+from .view import StepPlan, View, checkpoint, initial, receive
 
 FAILURES_MAX = 8
 """Failed steps in a row after which the engine stops."""
@@ -55,6 +53,10 @@ log = structlog.get_logger()
 
 class Capture(Protocol):
     """Where records go (capture.CaptureWriter)."""
+
+    @property
+    def checkpoint_due(self) -> bool:
+        """Whether a Checkpoint should stand before the next StepPlanned."""
 
     def write(self, records: list[Record]) -> None:
         """Put records on tape, in one write."""
@@ -150,6 +152,8 @@ class Loop:
         if plan.idle:
             self._flush(received)
             return bool(received)
+        if self._capture is not None and self._capture.checkpoint_due:
+            received.append(checkpoint(self.view))
         self.view = scheduler.begin(self.view, plan)
         self._count(plan.events)
         planned = self._clock()
@@ -374,12 +378,6 @@ class Loop:
             log.exception("the tape could not be written; serving goes on without it")
             self.counters.capture_failures += 1
             self._capture = None
-
-
-def checkpoint(view: View) -> Checkpoint:
-    """The state and the live requests after the last step."""
-    state = view.state
-    return Checkpoint(view.step - 1, encode_state(state), snapshots(view), state.digest)
 
 
 def _blame(plan: StepPlan, error: BuildFailed) -> tuple[int, ...]:

@@ -91,6 +91,8 @@ class Draft:
 
     def prompts(self) -> list[int]:
         """Running sequences that have prompt rows to issue, in admission order."""
+        if len(self.pieces) == len(self.running):
+            return []
         issued = {piece.seq for piece in self.pieces}
         return [seq for seq in self.running if seq not in issued and self.left(seq) > 0]
 
@@ -125,7 +127,7 @@ class Draft:
 def plan_step(view: View, policy: Policy) -> StepPlan:
     """The next step. Pure; a plan that is `idle` means that there is nothing to do."""
     draft = Draft(view, policy)
-    for seq in view.closing:
+    for seq in sorted(view.closing):
         draft.do(commands.close(draft.state, seq, CANCELLED))
     if view.alone:
         _plan_alone(draft, view.alone[0])

@@ -16,11 +16,13 @@ from msgspec import Struct, structs
 from statemachine.events import Event
 from statemachine.geometry import Geometry
 from statemachine.records import (
+    Checkpoint,
     Finished,
     RequestArrived,
     RequestCancelled,
     RequestSnapshot,
 )
+from statemachine.snapshot import decode_state, encode_state
 from statemachine.state import State, new_state
 
 from .policy import Policy
@@ -158,33 +160,51 @@ def without(ids: tuple[int, ...], gone: int) -> tuple[int, ...]:
     return ids[:place] + ids[place + 1 :]
 
 
-def snapshots(view: View) -> tuple[RequestSnapshot, ...]:
-    """The live requests as a checkpoint holds them: running in admission order, then the queue."""
+def checkpoint(view: View) -> Checkpoint:
+    """All that planning goes by, as a record; `view` is one between two steps."""
     running = len(view.running)
-    return tuple(
-        RequestSnapshot(
-            arrived=request.arrived,
-            output=request.stream.output(),
-            running=place < running,
-            cached_tokens=request.cached_tokens,
-        )
-        for place, request in enumerate(view.requests[r] for r in (*view.running, *view.waiting))
+    live = [view.requests[request] for request in (*view.running, *view.waiting)]
+    return Checkpoint(
+        step=view.step - 1,
+        state=encode_state(view.state),
+        requests=tuple(
+            RequestSnapshot(
+                arrived=request.arrived,
+                output=request.stream.output(),
+                running=place < running,
+                cached_tokens=request.cached_tokens,
+                passed=request.passed,
+            )
+            for place, request in enumerate(live)
+        ),
+        digest=view.state.digest,
+        alone=view.alone,
+        stuck=view.stuck,
     )
 
 
-def restore(state: State, requests: tuple[RequestSnapshot, ...], step: int) -> View:
-    """The view that a checkpoint (or a sequence closing since) stands for; `step` is the next."""
-    states = {
+def restore(record: Checkpoint) -> View:
+    """The view that a checkpoint was made of. Sequences of no request are still to be closed.
+
+    Raises CodecError where its state cannot be read.
+    """
+    state = decode_state(record.state)
+    requests = {
         held.arrived.request: RequestState(
-            held.arrived, log_of(held.arrived.tokens, held.output), held.cached_tokens
+            arrived=held.arrived,
+            stream=log_of(held.arrived.tokens, held.output),
+            cached_tokens=held.cached_tokens,
+            passed=held.passed,
         )
-        for held in requests
+        for held in record.requests
     }
     return View(
         state=state,
-        requests=Map(states),
-        waiting=tuple(held.arrived.request for held in requests if not held.running),
-        running=tuple(held.arrived.request for held in requests if held.running),
-        closing=tuple(sorted(seq for seq in state.sequences if seq not in states)),
-        step=step,
+        requests=Map(requests),
+        waiting=tuple(held.arrived.request for held in record.requests if not held.running),
+        running=tuple(held.arrived.request for held in record.requests if held.running),
+        closing=tuple(seq for seq in sorted(state.sequences) if seq not in requests),
+        alone=record.alone,
+        stuck=record.stuck,
+        step=record.step + 1,
     )

@@ -1,0 +1,208 @@
+"""Fake kernel: everything but the model. No MLX.
+
+Owns sampling without logits, failures on order, and the step-pinned driver. Metadata,
+observations and shadow tags are the real ones; a token is a function of the tag that the shadow
+array holds in the last row's place (and of the seed, where the request samples), so that a wrong
+table, a stale block or a visible pad changes the answer. Never keeps a length of its own.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+from msgspec import Struct
+from xxhash import xxh3_64_intdigest
+
+from statemachine.geometry import Geometry
+from statemachine.records import ShadowReport
+
+from .batch import Batch, BuildFailed, EvalFailed, Piece, StepResult
+from .metadata import BadBatch, CacheUse, StepMetadata, build, observe
+from .shadow import EDGES, OFF, Shadow
+
+BUILD = "build"
+EVAL = "eval"
+
+
+class Failure(Struct, frozen=True):
+    """A failure on order: at `build` or `eval`; `seq` is named as the one at fault."""
+
+    stage: str
+    seq: int | None = None
+
+
+class Ticket(Struct, frozen=True):
+    """A step between issue and collect."""
+
+    batch: Batch
+    metadata: StepMetadata
+    result: StepResult
+
+
+class FakeKernel:
+    """A kernel whose model is a hash. Layers count like real ones would.
+
+    fail: by step, what fails. poison: a prompt token whose sequence cannot be built (nobody is
+    blamed). end_token: sampled once in `end_every` tokens, if given. script: the token of a
+    (sequence, position) where it gives one. delay: called with each batch before it is issued.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        vocab_size: int = 64,
+        end_token: int | None = None,
+        end_every: int = 16,
+        sanitize: str = "full",
+        layers: int = 2,
+        fail: Mapping[int, Failure] | None = None,
+        poison: int | None = None,
+        script: Callable[[int, int], int | None] | None = None,
+        delay: Callable[[Batch], None] | None = None,
+    ) -> None:
+        self._geometry = geometry
+        self._vocab_size = vocab_size
+        self._end_token = end_token
+        self._end_every = end_every
+        self._sanitize = sanitize
+        self._layers = layers
+        self._fail = dict(fail or {})
+        self._poison = poison
+        self._script = script
+        self._delay = delay
+        # With the sanitizer off tags are still what stands for the pages' content.
+        self._shadow = Shadow(geometry, EDGES if sanitize == OFF else sanitize)
+        self._lost = False
+        self.resets = 0
+        self.batches: list[Batch] = []
+
+    @property
+    def geometry(self) -> Geometry:
+        """Sizes of the pool."""
+        return self._geometry
+
+    def issue(self, batch: Batch) -> Ticket:
+        """Build a step. Raises BuildFailed; copies stand even then."""
+        if self._lost:
+            raise EvalFailed("the pages were lost and not reset")
+        if self._delay is not None:
+            self._delay(batch)
+        self.batches.append(batch)
+        try:
+            metadata = build(batch, self._geometry)
+        except BadBatch as error:
+            raise BuildFailed(str(error), error.seq) from error
+        failure = self._fail.get(batch.step)
+        if self._fails_to_build(batch, failure):
+            if batch.copies:
+                copies = Batch(batch.step, (), batch.copies)
+                self._shadow.apply(copies, build(copies, self._geometry))
+            raise BuildFailed("a failure on order", None if failure is None else failure.seq)
+        report = self._shadow.apply(batch, metadata)
+        # Each layer reads the offset, updates and attends once.
+        uses = [CacheUse(1, 1, metadata.total_rows, 1, 0)] * self._layers
+        drawn = [
+            self._draw(batch.pieces[number], self._held_tag(metadata, row))
+            for number, row in zip(metadata.sampled, metadata.sample_rows.tolist(), strict=True)
+        ]
+        result = StepResult(
+            observation=observe(metadata, uses),
+            shadow=ShadowReport() if self._sanitize == OFF else report,
+            sampled=metadata.sampled,
+            tokens=tuple(token for token, _ in drawn),
+            logits=tuple(_fraction(mix) for _, mix in drawn),
+            margins=tuple(_fraction(mix >> 24) for _, mix in drawn),
+        )
+        return Ticket(batch, metadata, result)
+
+    def _fails_to_build(self, batch: Batch, failure: Failure | None) -> bool:
+        if failure is not None and failure.stage == BUILD:
+            return True
+        return self._poison is not None and any(self._poison in p.tokens for p in batch.pieces)
+
+    def collect(self, ticket: Ticket) -> StepResult:
+        """The step's samples. Raises EvalFailed."""
+        failure = self._fail.get(ticket.batch.step)
+        if self._lost or (failure is not None and failure.stage == EVAL):
+            self._lost = True
+            raise EvalFailed("a failure on order")
+        return ticket.result
+
+    def reset_pages(self) -> None:
+        """All rows are unwritten again."""
+        self._shadow.reset()
+        self._lost = False
+        self.resets += 1
+
+    def _held_tag(self, metadata: StepMetadata, row: int) -> int:
+        """The tag that stands where batch row `row` was written, in the first paged group."""
+        group = next(n for n, spec in enumerate(self._geometry.groups) if spec.paged)
+        return int(self._shadow.tags[group][metadata.slots[group, row]])
+
+    def _draw(self, piece: Piece, tag: int) -> tuple[int, int]:
+        """A token, and the hash that it came from."""
+        parameters, position = piece.parameters, piece.sample_position or 0
+        seed = parameters.seed if parameters is not None and parameters.temperature > 0 else 0
+        mix = xxh3_64_intdigest(struct.pack("<QQQ", tag, seed % 2**64, position if seed else 0))
+        told = self._script(piece.sequence.id, position) if self._script is not None else None
+        if told is not None:
+            return told, mix
+        if self._end_token is not None and (mix >> 40) % self._end_every == 0:
+            return self._end_token, mix
+        return mix % self._vocab_size, mix
+
+
+def _fraction(mix: int) -> float:
+    """A float32 in [0, 1) out of a hash."""
+    return float(np.float32((mix & 0xFFFFFF) / 2**24))
+
+
+class Steppable(Protocol):
+    """What the driver drives: an engine that was opened, not started."""
+
+    @property
+    def next_step(self) -> int:
+        """The number that the next step will have."""
+
+    def step(self) -> bool:
+        """One turn; False where there was nothing to do."""
+
+
+def run_pinned(
+    engine: Steppable,
+    actions: Mapping[int, Sequence[Callable[[], object]]],
+    steps_max: int = 10_000,
+) -> None:
+    """Do `actions[n]` right before step n is planned, and run until nothing is left to do.
+
+    While the engine idles its steps do not count on, so actions of later steps come then, in
+    order. No threads and no time. Raises RuntimeError after `steps_max` turns.
+    """
+    due = sorted(actions)
+    for _ in range(steps_max):
+        while due and due[0] <= engine.next_step:
+            for action in actions[due.pop(0)]:
+                action()
+        if engine.step():
+            continue
+        if not due:
+            return
+        for action in actions[due.pop(0)]:
+            action()
+    raise RuntimeError(f"work was left after {steps_max} turns")
+
+
+class FakeClock:
+    """Seconds that pass by a fixed tick at each reading."""
+
+    def __init__(self, tick_s: float = 0.001) -> None:
+        self._now_s = 0.0
+        self._tick_s = tick_s
+
+    def __call__(self) -> float:
+        self._now_s += self._tick_s
+        return self._now_s
