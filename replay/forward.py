@@ -1,0 +1,280 @@
+"""Forward: run the real model again, with the recorded batches and tokens.
+
+The batch of each step is rebuilt from its events, its tokens from the tape (teacher-forced), so
+that one wrong token does not make the next. On the device and BLAS of the tape all must be equal:
+observations, shadow findings, tokens, and fingerprints to the last bit. Elsewhere tokens go by the
+margin rule: another token is excused where the top two scores here are closer than the margin;
+excused flips are counted.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NoReturn
+
+from statemachine.events import PAD, Appended, AppendedEach, BlockCopied
+from statemachine.records import (
+    Checkpoint,
+    Gap,
+    Header,
+    Record,
+    StepDone,
+    StepFailed,
+    StepPlanned,
+)
+
+from .answers import Answers
+from .divergence import CONTENT, CRASH, OBSERVATION, TOKEN, Diverged, Divergence, Values
+from .errors import Unusable
+from .fold import Fold
+from .models import Loaded, kernel_for, load
+from .observed import Pieces, tag_text
+
+if TYPE_CHECKING:
+    from kernel.batch import Batch, Kernel, StepResult
+
+    from .run import Options
+
+BUILD = "build"
+
+
+class ForwardChecker:
+    """The forward depth."""
+
+    needs_fold = True
+
+    def __init__(self, options: Options, fold: Fold) -> None:
+        self._options = options
+        self._fold = fold
+        self._answers = Answers()
+        self._kernel: Kernel | None = None
+        self._exact = True
+        self._margin = 0.0
+        self._note = ""
+        self._header: Header | None = None
+        self._pieces: dict[int, Pieces] = {}
+        self._steps = 0
+        self._tokens = 0
+        self._excused = 0
+        self._largest = 0.0
+
+    def feed(self, record: Record) -> None:
+        """One record on. Raises Diverged, Unusable."""
+        self._answers.begin(record)
+        if isinstance(record, Header):
+            self._load(record)
+        elif isinstance(record, Gap):
+            self._refuse("has a gap, and the rows of the steps in it are not known", record)
+        elif isinstance(record, Checkpoint) and record.step and self._fold.counts.records == 2:
+            self._refuse("does not begin at the first step", record)
+        elif isinstance(record, StepPlanned):
+            self._pieces[record.step] = self._fold.pieces[record.step]
+        elif isinstance(record, StepDone):
+            self._done(record)
+        elif isinstance(record, StepFailed):
+            self._failed(record)
+        self._answers.ended(record)
+
+    def finish(self) -> None:
+        """Nothing is left to compare."""
+
+    def figures(self) -> dict[str, int | float | str]:
+        """Steps and tokens that were run again, and how close they came."""
+        figures: dict[str, int | float | str] = {
+            "steps run again": self._steps,
+            "tokens sampled again": self._tokens,
+        }
+        if self._exact:
+            return {**figures, "rule": "equal bit for bit (same device and BLAS)"}
+        return {
+            **figures,
+            "rule": f"margin {self._margin} ({self._note})",
+            "excused flips": self._excused,
+            "largest difference of a logit": self._largest,
+        }
+
+    def use(self, kernel: Kernel, exact: bool = True, margin: float = 0.0, note: str = "") -> None:
+        """Run on this kernel, in place of the one that the header names."""
+        self._kernel, self._exact, self._margin, self._note = kernel, exact, margin, note
+
+    def _load(self, record: Header) -> None:
+        if self._kernel is None:
+            loaded: Loaded = load(record, self._options)
+            kernel = kernel_for(record, loaded)
+            self.use(kernel, loaded.exact, loaded.margin, loaded.note)
+
+    def _refuse(self, why: str, record: Record) -> NoReturn:
+        raise Unusable(
+            f"the tape {why}, so --depth forward cannot fill the pages after it: use --until, or "
+            "--depth reference, which runs each request alone"
+        )
+
+    def _batch(self, step: int, pieces: Pieces, sampled: tuple[int, ...]) -> Batch:
+        from kernel.batch import Batch, Piece
+
+        tokens, pads = _fed(pieces)
+        built = []
+        for number, seq in enumerate(pieces.seqs):
+            answer = self._answers.live.get(seq) if number in sampled else None
+            built.append(
+                Piece(
+                    sequence=pieces.sequences[number],
+                    tokens=tokens[number],
+                    pads=pads[number],
+                    sample_position=None if answer is None else answer.length,
+                    parameters=None if answer is None else answer.arrived.parameters,
+                )
+            )
+        copies = tuple(event for event in pieces.events if isinstance(event, BlockCopied))
+        return Batch(step, tuple(built), copies)
+
+    def _done(self, record: StepDone) -> None:
+        pieces = self._pieces.pop(record.step)
+        if pieces.seqs:
+            result = self._run(record.step, pieces, record.sampled)
+            self._steps += 1
+            self._compare(record, pieces, result)
+        self._answers.done(record, pieces)
+
+    def _run(self, step: int, pieces: Pieces, sampled: tuple[int, ...]) -> StepResult:
+        from kernel.batch import BuildFailed, EvalFailed
+
+        assert self._kernel is not None
+        try:
+            return self._kernel.collect(self._kernel.issue(self._batch(step, pieces, sampled)))
+        except (BuildFailed, EvalFailed) as error:
+            what = f"the forward raises here, and did not on tape: {error}"
+            raise Diverged(
+                Divergence(CRASH, step, what, "StepDone", neighbours=pieces.neighbours())
+            ) from error
+
+    def _failed(self, record: StepFailed) -> None:
+        """Bring the pages to where the failed step left them."""
+        from kernel.batch import BuildFailed, EvalFailed
+
+        assert self._kernel is not None
+        pieces = self._pieces.pop(record.step)
+        if record.stage != BUILD:
+            self._kernel.reset_pages()
+        elif pieces.seqs:
+            # Its copies stand; whatever else is written here lies behind every offset.
+            try:
+                self._kernel.collect(self._kernel.issue(self._batch(record.step, pieces, ())))
+            except BuildFailed:
+                return
+            except EvalFailed as error:
+                raise Unusable(f"step {record.step} fails at eval here: {error}") from error
+
+    def _compare(self, record: StepDone, pieces: Pieces, result: StepResult) -> None:
+        if result.observation != record.observation:
+            self._observation(record, pieces, result)
+        if result.shadow.found != record.shadow.found:
+            it = result.shadow.findings[0] if result.shadow.findings else None
+            what = f"{result.shadow.found} rows are wrong here, {record.shadow.found} on tape"
+            if it is not None:
+                what += f"; the first: position {it.position} holds {tag_text(it.found)}"
+            self._raise(CONTENT, record, pieces, -1 if it is None else _place(pieces, it.seq), what)
+        columns = zip(
+            record.sampled, record.tokens, record.logits, record.margins,
+            result.tokens, result.logits, result.margins, strict=True,
+        )  # fmt: skip
+        for piece, token, logit, margin, here, logit_here, margin_here in columns:
+            if self._options.only not in (None, pieces.seqs[piece]):
+                continue
+            self._tokens += 1
+            values = (
+                Values("token", token, None, here),
+                Values("logit of the token", logit, None, logit_here),
+                Values("margin of the top two", margin, None, margin_here),
+            )
+            if self._exact:
+                self._exactly(record, pieces, piece, values)
+            else:
+                self._nearly(record, pieces, piece, values)
+
+    def _exactly(
+        self, record: StepDone, pieces: Pieces, piece: int, values: tuple[Values, ...]
+    ) -> None:
+        for value in values:
+            if value.recorded != value.observed:
+                what = f"{value.name} {value.observed} here, {value.recorded} on tape"
+                self._raise(TOKEN, record, pieces, piece, what, values)
+
+    def _nearly(
+        self, record: StepDone, pieces: Pieces, piece: int, values: tuple[Values, ...]
+    ) -> None:
+        token, logit, margin = values
+        if token.recorded == token.observed:
+            self._largest = max(
+                self._largest, abs(_number(logit.recorded) - _number(logit.observed))
+            )
+            return
+        if _number(margin.observed) < self._margin or _number(margin.recorded) < self._margin:
+            self._excused += 1
+            return
+        what = f"token {token.observed} here, {token.recorded} on tape, and the margin is clear"
+        self._raise(TOKEN, record, pieces, piece, what, values)
+
+    def _observation(self, record: StepDone, pieces: Pieces, result: StepResult) -> NoReturn:
+        for name in type(record.observation).__struct_fields__:
+            tape = getattr(record.observation, name)
+            here = getattr(result.observation, name)
+            if tape == here:
+                continue
+            piece = -1
+            if name in ("starts", "rows", "visible", "tables") and len(tape) == len(here):
+                piece = next(
+                    at for at, pair in enumerate(zip(tape, here, strict=True)) if pair[0] != pair[1]
+                )
+                tape, here = tape[piece], here[piece]
+            what = f"the caches saw {name} {here} here, {tape} on tape"
+            self._raise(OBSERVATION, record, pieces, piece, what, (Values(name, tape, None, here),))
+        raise AssertionError("equal observations")
+
+    def _raise(
+        self,
+        kind: str,
+        record: StepDone,
+        pieces: Pieces,
+        piece: int,
+        what: str,
+        values: tuple[Values, ...] = (),
+    ) -> NoReturn:
+        seq = pieces.seqs[piece] if piece >= 0 else -1
+        raise Diverged(
+            Divergence(
+                kind=kind,
+                step=record.step,
+                summary=what,
+                record="StepDone",
+                sequence=seq,
+                values=values,
+                last_events=self._fold.history.of(seq) if seq >= 0 else (),
+                neighbours=pieces.neighbours(),
+            )
+        )
+
+
+def _fed(pieces: Pieces) -> tuple[list[tuple[int, ...]], list[int]]:
+    """Tokens and pads of each piece, as its appends have them."""
+    places = {seq: number for number, seq in enumerate(pieces.seqs)}
+    tokens: list[tuple[int, ...]] = [()] * len(places)
+    pads = [0] * len(places)
+    for event in pieces.events:
+        if isinstance(event, AppendedEach):
+            for seq, token in zip(event.seqs, event.tokens or (), strict=True):
+                tokens[places[seq]] += (token,)
+        elif isinstance(event, Appended):
+            if event.purpose == PAD:
+                pads[places[event.seq]] += event.rows
+            elif event.tokens is not None:
+                tokens[places[event.seq]] += event.tokens
+    return tokens, pads
+
+
+def _place(pieces: Pieces, seq: int) -> int:
+    return pieces.seqs.index(seq) if seq in pieces.seqs else -1
+
+
+def _number(value: object) -> float:
+    assert isinstance(value, int | float)
+    return float(value)

@@ -1,0 +1,193 @@
+"""Plan: run the scheduler again from the recorded inputs and tokens; it must decide the same.
+
+Owns the comparison of a step's opening and closing events with those that the scheduler of this
+version emits. Needs no model: sampled tokens are the recorded ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from server import scheduler
+from server.policy import Policy, check
+from server.view import StepPlan, View, initial, receive, restore
+from statemachine.errors import CodecError, StateMachineError
+from statemachine.events import Event
+from statemachine.records import (
+    Checkpoint,
+    Finished,
+    Gap,
+    Header,
+    Record,
+    RequestArrived,
+    RequestCancelled,
+    StepDone,
+    StepFailed,
+    StepPlanned,
+)
+
+from .divergence import PLAN, Diverged, Divergence, Values, event_text
+from .errors import Unusable
+
+
+def policy_of(header: Header) -> Policy:
+    """The scheduler's settings of a tape. Raises Unusable where this version has no such ones."""
+    try:
+        policy = msgspec.convert(header.policy, Policy)
+        check(policy)
+    except (msgspec.ValidationError, ValueError) as error:
+        raise Unusable(f"the tape's policy is not one of this version: {error}") from error
+    unknown = sorted(set(header.policy) - set(Policy.__struct_fields__))
+    if unknown:
+        raise Unusable(
+            f"the tape's policy has settings that this version does not know: {', '.join(unknown)}"
+        )
+    return policy
+
+
+class Planner:
+    """Follows a tape with the scheduler, record by record."""
+
+    def __init__(self) -> None:
+        self.view: View | None = None
+        self._plan: StepPlan | None = None
+        self._policy = Policy()
+        self._finished: tuple[Finished, ...] = ()
+        self._fresh = True
+
+    def feed(self, record: Record) -> None:
+        """One record on. Raises Diverged where the scheduler decides otherwise, Unusable."""
+        if isinstance(record, Header):
+            self._header(record)
+        elif isinstance(record, Checkpoint):
+            self._checkpoint(record)
+        elif isinstance(record, Gap):
+            self._fresh = True
+        elif isinstance(record, Finished):
+            self._finished += (record,)
+        elif isinstance(record, RequestArrived | RequestCancelled):
+            self._received(record)
+        elif isinstance(record, StepPlanned):
+            self._planned(record)
+        elif isinstance(record, StepDone):
+            self._done(record)
+        elif isinstance(record, StepFailed):
+            self._failed(record)
+
+    def _header(self, record: Header) -> None:
+        if self.view is None:
+            self._policy = policy_of(record)
+            self.view = initial(record.geometry)
+
+    def _checkpoint(self, record: Checkpoint) -> None:
+        if not self._fresh:
+            return
+        try:
+            self.view, self._fresh = restore(record), False
+        except CodecError as error:
+            raise Unusable(f"the checkpoint after step {record.step}: {error}") from error
+
+    def _known(self) -> View:
+        if self.view is None:
+            raise Unusable("the tape does not begin with a header and a state")
+        return self.view
+
+    def _received(self, record: RequestArrived | RequestCancelled) -> None:
+        try:
+            self.view = receive(self._known(), record)
+        except ValueError as error:
+            step = self._known().step
+            raise Diverged(Divergence(PLAN, step, str(error), type(record).__name__)) from error
+
+    def _planned(self, record: StepPlanned) -> None:
+        view = self._known()
+        try:
+            plan = scheduler.plan_step(view, self._policy)
+        except Exception as error:
+            # The engine answers a scheduler that raises with a step without events (loop.py).
+            if record.events:
+                what = f"the scheduler raised {type(error).__name__}: {error}"
+                raise Diverged(Divergence(PLAN, record.step, what, "StepPlanned")) from error
+            plan = StepPlan(view.step, (), (), view.state, self._policy, view.waiting, view.running)
+        if plan.step != record.step:
+            what = f"the scheduler is at step {plan.step}, and the tape at step {record.step}"
+            raise Diverged(Divergence(PLAN, record.step, what, "StepPlanned"))
+        _compare(record.step, "StepPlanned", record.events, plan.events)
+        self._plan, self.view = plan, scheduler.begin(view, plan)
+
+    def _done(self, record: StepDone) -> None:
+        view, plan = self._known(), self._answered(record.step, "StepDone")
+        finished, self._finished = self._finished, ()
+        try:
+            events = scheduler.close_step(view, plan, record.tokens, finished)
+        except (ValueError, StateMachineError) as error:
+            what = f"the scheduler cannot close the step: {error}"
+            raise Diverged(Divergence(PLAN, record.step, what, "StepDone")) from error
+        _compare(record.step, "StepDone", record.events, events)
+        self.view = scheduler.settle(view, plan, record.tokens, finished, events)
+
+    def _failed(self, record: StepFailed) -> None:
+        view, plan = self._known(), self._answered(record.step, "StepFailed")
+        self._finished = ()
+        try:
+            events = scheduler.fail_step(view, plan, record.stage, record.blamed)
+        except (ValueError, StateMachineError) as error:
+            what = f"the scheduler cannot undo the step: {error}"
+            raise Diverged(Divergence(PLAN, record.step, what, "StepFailed")) from error
+        _compare(record.step, "StepFailed", record.events, events)
+        self.view = scheduler.settle_failed(view, plan, record.stage, record.blamed, events)
+
+    def _answered(self, step: int, kind: str) -> StepPlan:
+        if self._plan is None or self._plan.step != step:
+            raise Diverged(Divergence(PLAN, step, "it was never planned", kind))
+        return self._plan
+
+
+def _compare(step: int, kind: str, recorded: tuple[Event, ...], derived: tuple[Event, ...]) -> None:
+    if recorded == derived:
+        return
+    index = next(
+        (at for at, pair in enumerate(zip(recorded, derived, strict=False)) if pair[0] != pair[1]),
+        min(len(recorded), len(derived)),
+    )
+    texts = [
+        event_text(events[index]) if index < len(events) else "no more events"
+        for events in (recorded, derived)
+    ]
+    event: Any = recorded[index] if index < len(recorded) else derived[index]
+    raise Diverged(
+        Divergence(
+            kind=PLAN,
+            step=step,
+            summary=f"the scheduler emits another event {index} of {kind} than the tape has",
+            record=kind,
+            event_index=index,
+            event=texts[0],
+            sequence=getattr(event, "seq", -1),
+            values=(Values("event", texts[0], texts[1]),),
+        )
+    )
+
+
+class PlanChecker(Planner):
+    """The plan depth."""
+
+    needs_fold = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._steps = 0
+
+    def feed(self, record: Record) -> None:
+        """One record on. Raises Diverged."""
+        super().feed(record)
+        self._steps += isinstance(record, StepPlanned)
+
+    def finish(self) -> None:
+        """Nothing is left to compare."""
+
+    def figures(self) -> dict[str, int | float | str]:
+        """How many steps were planned again."""
+        return {"steps planned again": self._steps}

@@ -1,0 +1,184 @@
+"""Run: one pass over a tape at one depth, up to the first divergence.
+
+Every depth folds; `plan`, `forward` and `reference` add to it. Where several find something in one
+record, the earliest event wins, and the fold before the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from attrs import define, field, frozen
+
+from statemachine.records import Header, Record
+
+from .divergence import CRASH, Diverged, Divergence
+from .fold import EACH_STEP, Counts, Fold
+from .reader import Tape
+
+FOLD = "fold"
+PLAN = "plan"
+FORWARD = "forward"
+REFERENCE = "reference"
+DEPTHS = (FOLD, PLAN, FORWARD, REFERENCE)
+
+CLEAN, DIVERGED, UNUSABLE, TORN = 0, 1, 2, 3
+"""Exit codes."""
+
+
+@frozen
+class Options:
+    """How a tape is replayed. margin None: a default that fits the device (models.py).
+
+    until: the last step to look at. only: a sequence; others are not compared. strict: a last step
+    that was never answered is a crash.
+    """
+
+    depth: str = FOLD
+    model: str | None = None
+    margin: float | None = None
+    until: int | None = None
+    only: int | None = None
+    invariants: str = EACH_STEP
+    strict: bool = False
+    tell: Callable[[str], None] = lambda _: None
+
+
+@define
+class Outcome:
+    """What a replay came to; `figures` are the depth's own counts, in words."""
+
+    path: str
+    depth: str
+    exit_code: int
+    counts: Counts
+    header: Header | None
+    divergence: Divergence | None = None
+    torn: bool = False
+    stopped_at: int | None = None
+    position: int = 0
+    notes: list[str] = field(factory=list)
+    figures: dict[str, int | float | str] = field(factory=dict)
+
+
+class Checker(Protocol):
+    """A depth: sees every record after the fold did. needs_fold: but none that did not fold."""
+
+    @property
+    def needs_fold(self) -> bool: ...
+
+    def feed(self, record: Record) -> None:
+        """One record on. Raises Diverged."""
+
+    def finish(self) -> None:
+        """The tape is at its end, or diverged. Raises Diverged."""
+
+    def figures(self) -> dict[str, int | float | str]:
+        """What was compared, for the report."""
+
+
+def checker_for(options: Options, fold: Fold) -> Checker | None:
+    """The depth's own checker; deeper ones load the kernel only here."""
+    if options.depth == PLAN:
+        from .plan import PlanChecker
+
+        return PlanChecker()
+    if options.depth == FORWARD:
+        from .forward import ForwardChecker
+
+        return ForwardChecker(options, fold)
+    if options.depth == REFERENCE:
+        from .reference import ReferenceChecker
+
+        return ReferenceChecker(options, fold)
+    return None
+
+
+def replay(path: str, options: Options) -> Outcome:
+    """Replay a tape. Raises Unusable where it cannot be read, or not at this depth."""
+    tape = Tape(path)
+    fold = Fold(options.invariants, options.only)
+    checker = checker_for(options, fold)
+    divergence: Divergence | None = None
+    stopped_at: int | None = None
+    try:
+        for record in tape:
+            step = getattr(record, "step", None)
+            if options.until is not None and step is not None and step > options.until:
+                stopped_at = options.until
+                break
+            _feed(fold, checker, record)
+        else:
+            _last_step(fold, tape, options)
+        fold.finish()
+    except Diverged as diverged:
+        divergence = diverged.divergence
+    divergence = _finish(checker, divergence)
+    torn = tape.torn or (stopped_at is None and not tape.ended)
+    code = DIVERGED if divergence else TORN if torn and stopped_at is None else CLEAN
+    outcome = Outcome(
+        path, options.depth, code, fold.counts, tape.header, divergence,
+        torn and stopped_at is None, stopped_at, tape.position, list(tape.notes),
+    )  # fmt: skip
+    _add_notes(outcome, fold, tape)
+    if checker is not None:
+        outcome.figures = checker.figures()
+    return outcome
+
+
+def _feed(fold: Fold, checker: Checker | None, record: Record) -> None:
+    found: Divergence | None = None
+    try:
+        fold.feed(record)
+    except Diverged as diverged:
+        found = diverged.divergence
+    if checker is not None and (found is None or not checker.needs_fold):
+        try:
+            checker.feed(record)
+        except Diverged as diverged:
+            other = diverged.divergence
+            if found is None or 0 <= other.event_index < found.event_index:
+                found = other
+    if found is not None:
+        raise Diverged(found)
+
+
+def _finish(checker: Checker | None, divergence: Divergence | None) -> Divergence | None:
+    """A checker that looks at whole requests may still know of an earlier step."""
+    if checker is None:
+        return divergence
+    try:
+        checker.finish()
+    except Diverged as diverged:
+        other = diverged.divergence
+        if divergence is None or other.step < divergence.step:
+            return other
+    return divergence
+
+
+def _last_step(fold: Fold, tape: Tape, options: Options) -> None:
+    """A tape that stops inside a step: its process died in it, or was killed."""
+    if not fold.pieces:
+        return
+    step, pieces = next(iter(fold.pieces.items()))
+    if options.strict:
+        what = f"step {step} was issued and never answered: the tape ends there"
+        raise Diverged(Divergence(CRASH, step, what, "StepPlanned", neighbours=pieces.neighbours()))
+    tape.notes.append(
+        f"the tape ends inside step {step}: it was issued, and its result was never written "
+        "(the process died or was killed then; --strict counts this as a crash)"
+    )
+
+
+def _add_notes(outcome: Outcome, fold: Fold, tape: Tape) -> None:
+    counts = outcome.counts
+    if counts.gaps:
+        outcome.notes.append(
+            f"{counts.lost_records} records are missing in {counts.gaps} gaps, where the disk was "
+            "full: nothing is known of these steps"
+        )
+    if outcome.torn and not tape.torn and not fold.pieces:
+        outcome.notes.append(
+            "the tape has no end: it was cut, or its process did not stop in order"
+        )
