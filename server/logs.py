@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
+from contextlib import suppress
+from typing import Any
 
 import structlog
 
@@ -28,6 +30,19 @@ def configure_logs(level: str = "info") -> None:
         wrapper_class=structlog.make_filtering_bound_logger(
             logging.getLevelNamesMapping()[level.upper()]
         ),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=_ErrorStream,
         cache_logger_on_first_use=False,
     )
+
+
+class _ErrorStream:
+    """Where lines go. A stream that broke (its reader has gone) loses lines, never a request."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def msg(self, message: str) -> None:
+        with suppress(OSError, ValueError):
+            print(message, file=sys.stderr, flush=True)
+
+    debug = info = warning = error = critical = exception = msg

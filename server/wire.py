@@ -226,7 +226,7 @@ def read_chat_request(body: bytes) -> ChatRequest:
     except RecursionError:
         raise ApiError("The body is nested too deeply.", code="invalid_json") from None
     _check_messages(request.messages)
-    _check_ranges(request)
+    check_ranges(request)
     _check_stops(request.stops)
     _check_served(request)
     return request
@@ -287,7 +287,8 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
 )
 
 
-def _check_ranges(request: ChatRequest) -> None:
+def check_ranges(request: ChatRequest) -> None:
+    """Raise ApiError (400) where a number is out of its range."""
     for name, low, high in _RANGES:
         value = getattr(request, name)
         if value is not None and not low <= value <= high:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import signal
 import socket
@@ -15,8 +16,10 @@ from typing import Any
 
 import httpx
 import pytest
+import structlog
 
 from server.app import create_app
+from server.logs import configure_logs
 from server.settings import Settings
 from server.submission import ERROR, RequestRefused
 
@@ -26,6 +29,12 @@ from .http_server import LiveServer, live_server
 MODEL = "models/tiny"
 ROOT = Path(__file__).parent.parent
 SETTINGS = Settings(grace_s=0.0, max_body_bytes=2000)
+
+
+@pytest.fixture(autouse=True)
+def _default_logs() -> Iterator[None]:
+    yield
+    structlog.reset_defaults()
 
 
 @pytest.fixture
@@ -457,6 +466,16 @@ def test_a_failure_of_our_own_is_a_500_without_a_traceback(
     server.stop()
     captured = capsys.readouterr()
     assert "ZeroDivisionError" in captured.out + captured.err
+
+
+def test_a_log_that_cannot_be_written_costs_no_request(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = io.StringIO()
+    closed.close()
+    configure_logs()
+    monkeypatch.setattr(sys, "stderr", closed)
+    assert error_of(post(server, {}))["param"] == "messages"
 
 
 def test_sixteen_streams_at_once_keep_their_texts_apart() -> None:

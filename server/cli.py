@@ -1,0 +1,193 @@
+"""Command line: `mlxtape serve` and `mlxtape generate`.
+
+Owns arguments, exit codes (0 done, 1 failed, 2 wrong usage, 130 interrupted) and what a person
+reads. A refusal is one sentence on the error stream, never a traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from typing import Any, NoReturn, Protocol
+
+import attrs
+
+from kernel.errors import KernelError
+from kernel.tokenizer import Tokenizer
+
+from .app import create_app
+from .capture import CaptureError
+from .generate import GenerateError, generate
+from .listen import ListenError, bind, listen, run
+from .logs import configure_logs
+from .settings import Settings, SettingsError, load_settings
+from .submission import EngineApi, EngineStopped, RequestRefused
+from .wire import ApiError, ChatRequest, Message, check_ranges
+
+EXPECTED = (KernelError, CaptureError, ListenError, GenerateError, EngineStopped, RequestRefused)
+SERVING_ONLY = ("host", "port", "max_body_bytes", "grace_s")
+"""Settings that mean nothing to `generate`."""
+
+
+class RunningEngine(EngineApi, Protocol):
+    """An engine that was started."""
+
+    def stop(self) -> None:
+        """Cancel what is live, end the tape, wait for the thread."""
+
+
+Build = Callable[[Settings, Callable[[str], None]], tuple[RunningEngine, Tokenizer]]
+
+
+def main(argv: Sequence[str] | None = None, build: Build | None = None) -> int:
+    """The exit code. `build` makes the engine (tests give another one)."""
+    try:
+        arguments = vars(_parser().parse_args(argv))
+        command = arguments.pop("command")
+        own = {name: arguments.pop(name) for name in OWN if name in arguments}
+        settings = load_settings(arguments, os.environ, own.pop("config", None))
+        if command == "serve":
+            return _serve(settings, build or _build)
+        return _generate(settings, build or _build, **own)
+    except (SettingsError, ApiError) as error:
+        return _fail(error, 2)
+    except EXPECTED as error:
+        return _fail(error, 1)
+    except BrokenPipeError:
+        # Who read the output has gone; Python would complain about it once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _fail(error: Exception, code: int) -> int:
+    print(f"mlxtape: {error}", file=sys.stderr)
+    return code
+
+
+def _build(settings: Settings, progress: Callable[[str], None]) -> tuple[RunningEngine, Tokenizer]:
+    # Here, not above: it loads MLX, which `--help` and a wrong flag need not wait for.
+    from .build import build_engine
+
+    return build_engine(settings, progress)
+
+
+def _serve(settings: Settings, build: Build) -> int:
+    configure_logs(settings.log_level)
+    # The address first: a port in use is told before a model is loaded.
+    listener = bind(settings.host, settings.port)
+    try:
+        engine, tokenizer = build(settings, _tell)
+        try:
+            app = create_app(engine, tokenizer, settings.model, settings)
+            host, port = listen(listener)
+            shown = f"[{host}]" if ":" in host else host
+            print(f"serving {settings.model} on http://{shown}:{port}", flush=True)
+            run(app, listener, settings)
+        finally:
+            engine.stop()
+    finally:
+        listener.close()
+    return 0
+
+
+def _generate(
+    settings: Settings,
+    build: Build,
+    *,
+    prompt: str,
+    max_tokens: int | None = None,
+    temperature: float = 0.0,
+    seed: int | None = None,
+) -> int:
+    configure_logs("warning" if settings.log_level == "info" else settings.log_level)
+    request = ChatRequest(
+        [Message("user", prompt)], max_tokens=max_tokens, temperature=temperature, seed=seed
+    )
+    check_ranges(request)
+    engine, tokenizer = build(settings, _tell)
+    try:
+        generate(engine, tokenizer, request)
+    finally:
+        engine.stop()
+    return 0
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+class _Parser(argparse.ArgumentParser):
+    """One sentence for a wrong usage, and a pointer to the rest."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"mlxtape: {message} (see {self.prog} --help)\n")
+
+
+OWN = ("config", "prompt", "max_tokens", "temperature", "seed")
+"""Arguments that are no settings."""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="mlxtape",
+        description="An LLM inference server whose KV cache keeps a tape that can be replayed.",
+        allow_abbrev=False,
+    )
+    version = f"mlxtape {metadata.version('mlxtape')}"
+    parser.add_argument("--version", action="version", version=version)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_command(commands, "serve", "serve a model over HTTP, as OpenAI's API", leave_out=())
+    one = _add_command(commands, "generate", "print the answer to one message", SERVING_ONLY)
+    one.add_argument("-p", "--prompt", required=True, metavar="TEXT", help="the message")
+    one.add_argument("--max-tokens", type=int, metavar="N", help="tokens of the answer at most")
+    one.add_argument("--temperature", type=float, metavar="T", help="0 to 2 (default 0: greedy)")
+    one.add_argument("--seed", type=int, metavar="N", help="random by default")
+    return parser
+
+
+def _add_command(
+    commands: Any, name: str, text: str, leave_out: Sequence[str]
+) -> argparse.ArgumentParser:
+    """A command with a flag for each setting, and --config."""
+    command: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=text,
+        description=f"{text[0].upper()}{text[1:]}.",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    command.add_argument("--config", metavar="FILE", help="TOML file of settings")
+    pool = command.add_mutually_exclusive_group()
+    for field in attrs.fields(Settings):
+        if field.name not in leave_out:
+            to = pool if field.name in ("num_blocks", "kv_memory") else command
+            _add_flag(to, field)
+    return command
+
+
+_METAVARS = {
+    "model": "PATH",
+    "host": "ADDRESS",
+    "capture": "PATH",
+    "kv_memory": "SIZE",
+    "max_body_bytes": "SIZE",
+    "sanitize": "MODE",
+    "log_level": "LEVEL",
+}
+
+
+def _add_flag(command: Any, field: attrs.Attribute[Any]) -> None:
+    flag = "--" + field.name.replace("_", "-")
+    text = field.metadata["help"]
+    if isinstance(field.default, bool):
+        text += f" (default {'on' if field.default else 'off'})"
+        command.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
+        return
+    if field.default is not None:
+        text += f" (default {field.default})"
+    command.add_argument(flag, metavar=_METAVARS.get(field.name, "N"), help=text)
