@@ -1,0 +1,49 @@
+"""`make bench`: all figures, with the machine named, as a table and as bench.json."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+from kernel.blas import load_blas
+from kernel.bundled import BUNDLED
+
+from . import machine
+from .table import Table, about
+
+
+def main(arguments: list[str]) -> int:
+    """Sections by name: machine, model, http; all of them without a name."""
+    blas = load_blas()
+    named = about(blas)
+    print("\n".join(f"{name}: {value}" for name, value in named.items()))
+    table = Table()
+    sections = arguments or ["machine", "model", "http"]
+    model = next(iter(BUNDLED))
+    if "machine" in sections:
+        table.section("what the tape costs (64 decode rows, one core)")
+        machine.state_machine(table)
+        machine.policy(table)
+        machine.encoding(table)
+        machine.tape(table)
+    if "model" in sections:
+        from kernel.weights import load_model
+
+        from .throughput import throughput
+
+        table.section(f"{model}, in process (answers of 24 tokens, contexts of 128)")
+        throughput(table, load_model(model))
+    if "http" in sections:
+        from .http import closed_loop
+
+        table.section(f"{model}, through HTTP, streamed, closed loop (prompts of 100 words)")
+        closed_loop(table, model)
+    path = Path(tempfile.gettempdir()) / "mlxtape-bench.json"
+    table.save(path, named)
+    print(f"\nkept in {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
