@@ -86,7 +86,7 @@ class FakeKernel:
         return self._geometry
 
     def issue(self, batch: Batch) -> Ticket:
-        """Build a step. Raises BuildFailed; copies stand even then."""
+        """Build a step. Raises BuildFailed; rows and copies are as before then."""
         if self._lost:
             raise EvalFailed("the pages were lost and not reset")
         if self._delay is not None:
@@ -98,9 +98,6 @@ class FakeKernel:
             raise BuildFailed(str(error), error.seq) from error
         failure = self._fail.get(batch.step)
         if self._fails_to_build(batch, failure):
-            if batch.copies:
-                copies = Batch(batch.step, (), batch.copies)
-                self._shadow.apply(copies, build(copies, self._geometry))
             raise BuildFailed("a failure on order", None if failure is None else failure.seq)
         report = self._shadow.apply(batch, metadata)
         # Each layer reads the offset, updates and attends once.

@@ -10,7 +10,8 @@ from __future__ import annotations
 from msgspec import Struct, structs
 
 from statemachine import commands
-from statemachine.events import PROMPT, BlockPublished, Closed, Event
+from statemachine.errors import IllegalCommand
+from statemachine.events import PROMPT, BlockCopied, BlockPublished, Closed, Event, Preempted
 from statemachine.records import Finished
 from statemachine.state import State
 from statemachine.transitions import apply_all
@@ -148,7 +149,7 @@ def fail_step(
 ) -> tuple[Event, ...]:
     """The events that undo a step; `view` is what `begin` gave.
 
-    At build the pages are sound: every sequence of the step is trimmed to its offset before, the
+    At build the pages are as before: every sequence of the step is trimmed to where it was, the
     blamed ones are closed. At eval the pages are lost. After a bug everything is given up.
     """
     if stage == BUILD:
@@ -164,16 +165,24 @@ def fail_step(
 
 
 def _undo(view: View, plan: StepPlan, blamed: tuple[int, ...]) -> tuple[Event, ...]:
-    """Trims back to before the step. A copy stands, since it ran before any write; it is let go."""
+    """Back to before the step. Block copies were part of it, and may not have run: a sequence that
+    had one gives up the copied rows too, or starts over where its windows no longer allow that.
+    """
+    copied = {event.seq: event.rows for event in plan.events if isinstance(event, BlockCopied)}
     state, events = view.state, list[Event]()
     for piece in plan.pieces:
         if piece.seq in blamed:
             undone = commands.close(state, piece.seq, ERROR)
         else:
-            undone = commands.trim(state, piece.seq, piece.rows + piece.pads)
+            rows = piece.rows + piece.pads + copied.get(piece.seq, 0)
+            try:
+                undone = commands.trim(state, piece.seq, rows)
+            except IllegalCommand:
+                undone = commands.preempt(state, piece.seq)
         state = apply_all(state, undone)
         events.extend(undone)
     if plan.step in state.pins:
+        # No row of the step is left; this lets go of the blocks that its copies read.
         events.extend(commands.step_written(state, plan.step))
     return tuple(events)
 
@@ -197,11 +206,13 @@ def settle_failed(
         for seq in sorted(gone):
             requests.pop(seq, None)
         live = requests.finish()
-    running = tuple(seq for seq in view.running if seq not in gone)
-    waiting = tuple(seq for seq in view.waiting if seq not in gone) if gone else view.waiting
-    alone = tuple(seq for seq in view.alone if seq not in gone)
+    back = {event.seq for event in events if isinstance(event, Preempted)}
+    running = tuple(seq for seq in view.running if seq not in gone and seq not in back)
+    waiting = tuple(seq for seq in view.waiting if seq not in gone)
+    waiting = tuple(seq for seq in view.running if seq in back) + waiting
+    alone = tuple(seq for seq in view.alone if seq in running)
     if stage == BUILD and not blamed:
-        alone = tuple(piece.seq for piece in plan.pieces)
+        alone = tuple(piece.seq for piece in plan.pieces if piece.seq in running)
     if stage != BUILD:
         running, waiting, alone = (), running + waiting, ()
     return structs.replace(

@@ -1,0 +1,185 @@
+"""Build: from settings to a running engine over a real model.
+
+Owns the order of a start (tape, BLAS, model, pool, header) and the size of the pool. Everything
+that touches MLX happens in `make`, which the engine calls on its own thread. Importing this module
+does not import MLX.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+from msgspec import structs
+
+from kernel.blas import load_blas
+from kernel.tokenizer import Detokenizer, Tokenizer
+from statemachine.geometry import Geometry
+from statemachine.records import FORMAT, Header
+
+from .admission import check_pool
+from .capture import CaptureWriter
+from .engine import Engine
+from .loop import Parts
+from .policy import Policy
+from .settings import Settings, SettingsError
+
+if TYPE_CHECKING:
+    from kernel.pages import LayerShape
+    from kernel.weights import LoadedModel
+
+DEFAULT_POOL_TOKENS = 16_384
+"""Rows of a pool whose size nobody gave, as far as a quarter of the memory holds them."""
+
+Progress = Callable[[str], None]
+Flags = dict[str, bool | int | str]
+
+
+def build_engine(settings: Settings, progress: Progress | None = None) -> tuple[Engine, Tokenizer]:
+    """Load the model, make the pool, start the engine's thread; `progress` is told what for.
+
+    Raises ModelError or BlasError (KernelError), CaptureError, SettingsError; one sentence each.
+    """
+    capture = CaptureWriter(settings.capture) if settings.capture is not None else None
+    tokenizers: list[Tokenizer] = []
+
+    def make() -> Parts:
+        parts, tokenizer = _make(settings, capture, progress)
+        tokenizers.append(tokenizer)
+        return parts
+
+    engine = Engine(make)
+    try:
+        engine.start()
+    except BaseException:
+        if capture is not None:
+            capture.close()
+        raise
+    return engine, tokenizers[0]
+
+
+def _make(
+    settings: Settings, capture: CaptureWriter | None, progress: Progress | None
+) -> tuple[Parts, Tokenizer]:
+    """Everything that the engine's thread must make itself."""
+    blas = load_blas()  # before the first import of mlx
+    import mlx.core as mx
+
+    from kernel.families import capabilities_of, groups_for, layer_shapes
+    from kernel.model_kernel import ModelKernel
+    from kernel.weights import load_model
+
+    loaded = load_model(settings.model, progress=progress)
+    blocks = pool_blocks(settings, layer_shapes(loaded.model))
+    geometry = Geometry(
+        block_size=settings.block_size,
+        groups=groups_for(loaded.model, blocks),
+        identity=loaded.digests["weights"],
+    )
+    flags = capabilities_of(geometry.groups).as_flags()
+    policy = suited(settings.policy(loaded.context_tokens), flags)
+    try:
+        check_pool(geometry, policy)
+    except ValueError as error:
+        raise SettingsError(str(error)) from None
+    if progress is not None:
+        progress(f"making a pool of {blocks} blocks of {settings.block_size} tokens")
+    kernel = ModelKernel(loaded.model, geometry, sanitize=settings.sanitize)
+    tokenizer = loaded.tokenizer
+    name = mx.device_info().get("device_name", platform.machine())
+    device = f"{mx.default_device().type.name}: {name}"
+    parts = Parts(
+        kernel=kernel,
+        policy=policy,
+        capture=capture,
+        header=_header(settings, loaded, kernel.geometry, policy, flags, device, blas),
+        decoder=lambda: Detokenizer(tokenizer),
+        vocab_size=loaded.vocab_size,
+    )
+    return parts, tokenizer
+
+
+def suited(policy: Policy, flags: Flags) -> Policy:
+    """The policy as far as a model's capabilities allow it.
+
+    What would only be slower is turned down; padding, which somebody asked for, raises
+    SettingsError.
+    """
+    if not flags["pad"] and (policy.prefill_tile > 1 or policy.prefill_cohort):
+        raise SettingsError(
+            "this model cannot take pad rows back: leave prefill_tile at 1 and prefill_cohort off"
+        )
+    changes: dict[str, Any] = {}
+    if not flags["share"]:
+        changes["prefix_cache"] = False
+    if not flags["batch"]:
+        changes["max_running"] = 1
+    return structs.replace(policy, **changes)
+
+
+def pool_blocks(settings: Settings, layers: tuple[LayerShape, ...]) -> int:
+    """Blocks in each group. Raises SettingsError where memory does not hold them."""
+    from kernel.pages import block_bytes
+
+    groups = sorted({layer.group for layer in layers})
+    each = sum(block_bytes(layers, group, settings.block_size) for group in groups)
+    memory = memory_bytes()
+    if settings.num_blocks is not None:
+        blocks = settings.num_blocks
+    elif settings.kv_memory is not None:
+        blocks = settings.kv_memory // each
+    else:
+        blocks = min(-(-DEFAULT_POOL_TOKENS // settings.block_size), memory // 4 // each)
+    if blocks < 1:
+        raise SettingsError(
+            f"one block of {settings.block_size} tokens takes {each / 2**20:.1f} MiB, more than "
+            "kv_memory (or a quarter of this machine's memory) holds: give more, or a smaller "
+            "block_size"
+        )
+    if blocks * each > memory:
+        raise SettingsError(
+            f"{blocks} blocks take {blocks * each / 2**30:.1f} GiB, but this machine has "
+            f"{memory / 2**30:.1f} GiB of memory: give fewer with num_blocks or kv_memory"
+        )
+    return int(blocks)
+
+
+def memory_bytes() -> int:
+    """Memory that the pool may be made in: the GPU's where one is used, else the machine's."""
+    import mlx.core as mx
+
+    if mx.default_device().type == mx.gpu and not mx.metal.is_available():
+        size = mx.device_info().get("memory_size", 0)
+        if size:
+            return int(size)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _header(
+    settings: Settings,
+    loaded: LoadedModel,
+    geometry: Geometry,
+    policy: Policy,
+    flags: Flags,
+    device: str,
+    blas: str,
+) -> Header:
+    return Header(
+        format=FORMAT,
+        software=f"mlxtape {metadata.version('mlxtape')}",
+        created_ns=time.time_ns(),
+        model=loaded.name,
+        digests=loaded.digests,
+        geometry=geometry,
+        policy=structs.asdict(policy),
+        capabilities=flags,
+        device=device,
+        blas=blas,
+        sanitize=settings.sanitize,
+        context_tokens=policy.context_tokens,
+        layers=loaded.layers,
+    )
