@@ -1,0 +1,12 @@
+"""MLX: weights, pages, attention, the forward, sampling, and what they observe.
+
+How data flows through a step:
+
+    batch.Batch -> metadata.build (host numpy: positions, slots, tables, bounds)
+      -> buckets.group_rows -> context.StepContext (the same as MLX arrays)
+      -> forward.Forward: the mlx-lm model, whose layers meet caches.PagedCache (writes into
+         pages.Pages, returns handles) and attention.dispatch (reads the pages through the tables)
+      -> sampling.sample -> tokens and fingerprints, the only arrays that are evaluated
+    beside it: shadow.Shadow compares tags; metadata.observe reports what was used
+    batch.StepResult <- model_kernel.ModelKernel.collect
+"""

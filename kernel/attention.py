@@ -24,7 +24,7 @@ from .fastmath import EXPONENT_MIN, LOG2E, exp2
 SEAM = "scaled_dot_product_attention"
 ORIGINAL = base.scaled_dot_product_attention
 COLUMN_ROWS = 8
-"""From that many queries on, scores are held [keys, queries]: maxima over columns are vectorised."""
+"""From that many queries on, scores are held [keys, queries]: maxima over columns are fast."""
 
 
 def dispatch(
@@ -33,12 +33,12 @@ def dispatch(
     values: Any,
     cache: Any,
     scale: float,
-    mask: mx.array | str | None,
+    mask: Any,
     sinks: mx.array | None = None,
 ) -> mx.array:
     """mlx-lm's signature. Goes by what `keys` is, never by `cache`: models pass others' there."""
     if not isinstance(keys, KeyHandle):
-        return ORIGINAL(queries, keys, values, cache, scale, mask, sinks)  # type: ignore[no-any-return]
+        return ORIGINAL(queries, keys, values, cache, scale, mask, sinks)
     layer = keys.paged_cache
     if mask is not None:
         raise HandleMisused(f"layer {layer.layer} brings a mask of its own; pages cannot honour it")

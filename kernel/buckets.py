@@ -51,7 +51,7 @@ class View:
 
 @frozen(eq=False)
 class Bucket:
-    """Pieces of n rows each that are attended together: rows [B, n] of the batch; views per group."""
+    """Pieces of n rows each, attended together: rows [B, n] of the batch; a view per group."""
 
     rows: Longs
     views: tuple[View, ...]
@@ -64,12 +64,12 @@ class Bucket:
 
 
 def group_rows(metadata: StepMetadata) -> tuple[Bucket, ...]:
-    """Every row of the batch in exactly one bucket. Raises BadBatch where a row read has no block."""
+    """Every row of the batch in exactly one bucket. BadBatch where a row read has no block."""
     return tuple(_bucket(metadata, pieces) for pieces in _partition(metadata))
 
 
 def output_order(buckets: tuple[Bucket, ...]) -> Longs | None:
-    """Where each batch row stands in the buckets' output, [T]; None where it already stands right."""
+    """Where each batch row stands in the buckets' output, [T]; None where it stands right."""
     flat = np.concatenate([bucket.rows.reshape(-1) for bucket in buckets])
     order = np.argsort(flat, kind="stable")
     return None if (order == np.arange(len(order))).all() else order

@@ -150,10 +150,8 @@ def _refuse(name: str) -> Any:
     return refuse
 
 
-_OPERATORS = (
-    "add sub mul matmul truediv floordiv mod pow and or xor lshift rshift radd rsub rmul rmatmul "
-    "rtruediv rfloordiv rmod rpow rand ror rxor lt le gt ge eq ne neg pos abs invert getitem "
-    "setitem delitem len iter contains bool int float index array"
-).split()
-for _name in _OPERATORS:
+_BINARY = ["add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor"]
+_OTHER = ["lt", "le", "gt", "ge", "eq", "ne", "neg", "pos", "abs", "invert", "getitem", "setitem"]
+_ASKED = ["len", "iter", "contains", "bool", "int", "float", "index", "array"]
+for _name in (*_BINARY, *(f"r{_name}" for _name in _BINARY), *_OTHER, *_ASKED):
     setattr(_Handle, f"__{_name}__", _refuse(f"__{_name}__"))

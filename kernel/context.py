@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from .buckets import Bucket, group_rows, output_order
-from .metadata import StepMetadata
+from .metadata import Ints, Longs, StepMetadata
 
 
 class StepContext:
@@ -61,5 +61,5 @@ class StepContext:
         return self._biases[key]
 
 
-def _index(values: np.ndarray) -> mx.array:  # type: ignore[type-arg]
+def _index(values: Longs | Ints) -> mx.array:
     return mx.array(values.astype(np.uint32))

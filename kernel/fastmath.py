@@ -7,9 +7,14 @@ Never used for anything but softmax and SwiGLU, and the latter only where MLX ru
 
 from __future__ import annotations
 
+import sys
 from functools import partial
+from types import ModuleType
 
 import mlx.core as mx
+from mlx_lm.models import activations
+
+SWIGLU = activations.swiglu
 
 LOG2E = 1.4426950408889634
 EXPONENT_MIN = -126.0
@@ -60,3 +65,14 @@ def swiglu(gate: mx.array, x: mx.array) -> mx.array:
     wide = gate.astype(mx.float32)
     power = exp2(mx.clip(wide * -LOG2E, EXPONENT_MIN, -EXPONENT_MIN))
     return _gated(wide, x.astype(mx.float32), power).astype(x.dtype)
+
+
+def install() -> tuple[ModuleType, ...]:
+    """Put `swiglu` in place in every loaded model module that has mlx-lm's; returns those."""
+    found = []
+    for name, module in sorted(sys.modules.items()):
+        inside = name.startswith("mlx_lm.models.") and module is not activations
+        if inside and getattr(module, "swiglu", None) in (SWIGLU, swiglu):
+            vars(module)["swiglu"] = swiglu
+            found.append(module)
+    return tuple(found)

@@ -99,7 +99,7 @@ class CacheUse:
 
 
 def build(batch: Batch, geometry: Geometry) -> StepMetadata:
-    """Lay a batch out. Raises BadBatch where a piece cannot be: no rows, or rows without a block."""
+    """Lay a batch out. BadBatch where a piece cannot be: no rows, or rows without a block."""
     pieces = batch.pieces
     rows = np.array([piece.rows for piece in pieces], np.int64)
     for piece in pieces:

@@ -85,22 +85,21 @@ class Pages:
             self._values.append(mx.zeros((*rows, layer.value_dim), layer.dtype))
         mx.eval(self._keys, self._values)
 
-    def begin(self, copies: tuple[BlockCopied, ...] = ()) -> PageStep:
-        """Lists for a step, with its block copies already in the graph. Nothing here changes yet."""
-        step = PageStep(list(self._keys), list(self._values))
-        if copies:
-            self._copy_blocks(step, copies)
-        return step
+    def begin(self) -> PageStep:
+        """Lists for a step's graph. Nothing here changes before `commit`."""
+        return PageStep(list(self._keys), list(self._values))
 
     def commit(self, step: PageStep) -> None:
         """The step's graph was built: its arrays are the pages now."""
         self._keys, self._values = step.keys, step.values
 
-    def _copy_blocks(self, step: PageStep, copies: tuple[BlockCopied, ...]) -> None:
-        """Copy whole blocks. The sources are read, and evaluated, before any target is written:
+    def copy_blocks(self, copies: Items[BlockCopied]) -> None:
+        """Copy whole blocks, all read before any is written. Nothing changes where this raises.
 
-        a read of a page array that is still queued would make the scatter copy the whole pool.
+        What is read is evaluated at once: a read of a page array that is still queued would make
+        the write after it copy the whole pool.
         """
+        step = self.begin()
         pending = []
         for number, layer in enumerate(self._layers):
             mine = [copied for copied in copies if copied.group == layer.group]
@@ -113,6 +112,7 @@ class Pages:
         for number, targets, (keys, values) in pending:
             step.keys[number] = _put(step.keys[number], (targets,), keys)
             step.values[number] = _put(step.values[number], (targets,), values)
+        self.commit(step)
 
 
 def _put(pages: mx.array, where: tuple[mx.array, ...], rows: mx.array) -> mx.array:

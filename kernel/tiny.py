@@ -54,10 +54,11 @@ def tiny_llama(
 
 def _random_weights(model: Any, seed: int) -> list[tuple[str, mx.array]]:
     """Normal weights, wide enough that logits differ by whole numbers, not by rounding."""
-    keys = mx.random.split(mx.random.key(seed), len(tree_flatten(model.parameters())))
+    flat = list(dict(tree_flatten(model.parameters())).items())
+    keys = mx.random.split(mx.random.key(seed), len(flat))
     weights = []
-    for key, (name, value) in zip(keys, tree_flatten(model.parameters()), strict=True):
-        spread = value.shape[-1] ** -0.5 if value.ndim > 1 else 0.1
-        center = 0.0 if value.ndim > 1 else 1.0
-        weights.append((name, center + 2.0 * spread * mx.random.normal(value.shape, key=key)))
+    for key, (name, value) in zip(keys, flat, strict=True):
+        matrix = value.ndim > 1
+        center, spread = (0.0, 2.0 * value.shape[-1] ** -0.5) if matrix else (1.0, 0.2)
+        weights.append((name, center + spread * mx.random.normal(value.shape, key=key)))
     return weights
