@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import signal
@@ -10,18 +11,20 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import structlog
+from starlette.responses import Response
 
+from server import guard
 from server.app import create_app
 from server.logs import configure_logs
 from server.settings import Settings
-from server.submission import ERROR, RequestRefused
+from server.submission import ERROR, LENGTH, RequestRefused
 
 from .fake_engine import END, LONG, WAIT_S, FakeEngine, byte_tokenizer
 from .http_server import LiveServer, live_server
@@ -317,6 +320,19 @@ def test_a_full_queue_is_a_429_so_that_clients_send_again(
     assert (response.status_code, error_of(response)["type"]) == (429, "rate_limit_error")
 
 
+def test_a_stop_string_is_a_stop_even_where_the_engine_calls_it_length(
+    connect: Connect, engine: FakeEngine
+) -> None:
+    client = connect(chat(stop="cd"))
+    request = engine.next_request()
+    request.send(b"abcde")
+    request.end(LENGTH)
+    answer = json.loads(client.read_until(b'"chat.completion"}').split(b"\r\n\r\n", 1)[1])
+    (choice,) = answer["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("ab", "stop")
+    assert answer["usage"]["completion_tokens"] == 4
+
+
 # Refusals
 
 
@@ -443,6 +459,51 @@ def test_a_large_body_is_refused_and_its_client_gets_to_read_that(
     assert error_of(response)["type"] == "invalid_request_error"
     server.stop()
     assert engine.requests == {}
+
+
+def test_a_connection_serves_on_after_a_body_that_nobody_wanted(
+    connect: Connect, engine: FakeEngine
+) -> None:
+    client = connect({})
+    client.read_until(b"}}")
+    client.send(b"x" * (4 * 2**20), "/v1/nothing")
+    assert client.read_until(b"}}").startswith(b"HTTP/1.1 404")
+    client.send(json.dumps(chat()).encode())
+    engine.next_request().end()
+    assert client.read_until(b"}}").startswith(b"HTTP/1.1 200")
+
+
+def test_a_body_without_an_end_is_not_read_for_ever(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "LINGER_BYTES_MAX", 0)
+    client = connect({})
+    client.read_until(b"}}")
+    # The server closes while bytes are on their way, which the client may see as a reset.
+    with suppress(ConnectionError):
+        client.send(b"x" * (16 * 2**20), "/v1/nothing")
+    with suppress(ConnectionError):
+        client.read_to_end()
+
+
+def test_the_end_of_a_response_never_waits_for_a_body_that_nobody_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(guard, "LINGER_BYTES_MAX", -1)
+
+    async def scenario() -> None:
+        # As in Hypercorn: what was received waits in a bounded queue, where the end goes, too.
+        received: asyncio.Queue[Any] = asyncio.Queue(1)
+        received.put_nowait({"type": "http.request", "body": b"x", "more_body": True})
+
+        async def send(message: Any) -> None:
+            if not message.get("more_body", True):
+                await received.put({"type": "http.disconnect"})
+
+        app = guard.Guard(Response("answer"))
+        await asyncio.wait_for(app({"type": "http", "path": "/"}, received.get, send), WAIT_S)
+
+    asyncio.run(scenario())
 
 
 def test_a_body_that_is_said_to_be_too_large_is_refused_before_it_is_sent(
