@@ -1,0 +1,112 @@
+"""Real models under loads: a tiny random llama in a folder of its own, and the bundled SmolLM2.
+
+Owns what has to be loaded once, and the header that lets replay load the same model. Imports MLX
+when a model is asked for, behind its BLAS.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from msgspec import structs
+
+from server.capture import CaptureWriter
+from server.loop import Parts
+from statemachine.geometry import Geometry
+from statemachine.records import FORMAT, Header
+
+from .loads import SMOLLM2, TINY, Load
+
+if TYPE_CHECKING:
+    from kernel.batch import Kernel
+    from kernel.weights import LoadedModel
+
+BUNDLED = "smollm2-135m"
+
+
+@functools.cache
+def path_of(kernel: str) -> str:
+    """What names a model on the command line."""
+    if kernel == SMOLLM2:
+        return BUNDLED
+    assert kernel == TINY, kernel
+    _blas()
+    from ..tiny_models import tiny_config, tiny_weights, write_folder
+
+    folder = tempfile.mkdtemp(prefix="tiny-llama-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    config = tiny_config(max_position_embeddings=256)
+    return str(write_folder(Path(folder), config, tiny_weights(config)))
+
+
+def _blas() -> str:
+    from kernel.blas import load_blas
+
+    return load_blas()
+
+
+@functools.cache
+def model(kernel: str) -> LoadedModel:
+    """A loaded model; the same one for all loads."""
+    _blas()
+    from kernel.weights import load_model
+
+    return load_model(path_of(kernel))
+
+
+def geometry(load: Load) -> Geometry:
+    """The pool of a load, with the model's identity and groups."""
+    from kernel.families import groups_for
+
+    held = model(load.kernel)
+    blocks = load.geometry.groups[0].num_blocks
+    return structs.replace(
+        load.geometry,
+        groups=groups_for(held.model, blocks),
+        identity=held.digests["weights"],
+    )
+
+
+def header(load: Load, pool: Geometry) -> Header:
+    """A header that replay takes for this model, device and BLAS."""
+    from kernel.families import capabilities_of
+    from replay.models import device_name
+
+    held = model(load.kernel)
+    return Header(
+        format=FORMAT,
+        software="mlxtape test",
+        created_ns=0,
+        model=path_of(load.kernel),
+        digests=held.digests,
+        geometry=pool,
+        policy=structs.asdict(load.policy),
+        capabilities=capabilities_of(pool.groups).as_flags(),
+        device=device_name(),
+        blas=_blas(),
+        sanitize="full",
+        context_tokens=load.policy.context_tokens,
+        layers=held.layers,
+    )
+
+
+def parts(
+    load: Load, wrap: Callable[[Any], Kernel] = lambda kernel: kernel
+) -> Callable[[CaptureWriter], Parts]:
+    """What makes the engine's parts over a real model; `wrap` may stand around the kernel."""
+
+    def make(capture: CaptureWriter) -> Parts:
+        held, pool = model(load.kernel), geometry(load)
+        from kernel.model_kernel import ModelKernel
+
+        kernel = wrap(ModelKernel(held.model, pool, sanitize="full"))
+        head = header(load, pool)
+        return Parts(kernel, load.policy, capture, head, vocab_size=held.vocab_size)
+
+    return make

@@ -1,0 +1,183 @@
+"""Known bugs, put back one by one: replay finds each at its first wrong event, and nothing else."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from attrs import evolve
+from msgspec import structs
+
+from kernel.fake import Failure
+from replay.run import CLEAN, FORWARD, PLAN, REFERENCE, Options
+from replay.run import replay as run_replay
+from server.policy import Policy
+from statemachine.geometry import Geometry, Group
+
+from .faults import loads, runner
+from .faults.catalogue import ALL, BY_NAME, MISSED
+from .faults.fault import Fault, Witness, replaced
+from .faults.loads import FAKE, VOCAB, Load, Request
+from .faults.runner import record, replay, run
+
+FOUND = [fault for fault in ALL if fault.name not in MISSED]
+CLEAN_RUNS = 60
+
+
+def _id(fault: Fault) -> str:
+    return fault.name
+
+
+def test_every_fault_has_its_own_name_and_the_incidents_are_among_them() -> None:
+    assert len(BY_NAME) == len(ALL)
+    assert {"S1", "S2", "S3", "S4", "S13"} <= set(BY_NAME)
+
+
+@pytest.mark.parametrize("fault", FOUND, ids=_id)
+def test_replay_finds_the_fault_at_its_first_wrong_event(fault: Fault, tmp_path: Path) -> None:
+    result = run(fault, tmp_path)
+    found = result.divergence
+    assert result.first is not None, "the fault never did anything"
+    assert found is not None, f"nothing found at {fault.depth}"
+    assert found.kind == fault.kind
+    assert result.at_first, f"{result.first} was found as {found}"
+    said = runner.text_of(found)
+    assert [word for word in fault.says if word not in said] == []
+
+
+@pytest.mark.parametrize("fault", [BY_NAME[name] for name in MISSED], ids=_id)
+def test_a_fault_that_is_known_to_be_missed_is_still_missed(fault: Fault, tmp_path: Path) -> None:
+    result = run(fault, tmp_path)
+    assert result.first is not None
+    assert not any(result.found.values()), "it is found now: take it out of MISSED"
+
+
+@pytest.mark.parametrize(
+    "load",
+    {fault.load.name + fault.load.kernel: fault.load for fault in ALL}.values(),
+    ids=lambda load: f"{load.name}, {load.kernel}",
+)
+def test_a_load_without_its_fault_is_clean_at_every_depth(load: Load, tmp_path: Path) -> None:
+    tape = tmp_path / "clean.log"
+    played = record(load, tape)
+    assert played.error == ""
+    assert None not in played.reasons
+    depths = (PLAN,) if load.kernel == FAKE else (PLAN, FORWARD, REFERENCE)
+    assert {depth: replay(load, tape, depth) for depth in depths} == dict.fromkeys(depths)
+
+
+def test_a_fault_is_taken_out_again_wherever_it_was_put_in() -> None:
+    import kernel.fake
+    import kernel.metadata
+    import server.closing
+    import server.scheduler
+    from statemachine import transitions
+    from statemachine.events import Trimmed
+
+    def places() -> list[object]:
+        return [
+            kernel.fake.build,
+            kernel.metadata.build,
+            server.scheduler.close_step,
+            server.closing.close_step,
+            transitions.HANDLERS[Trimmed],
+        ]
+
+    before = places()
+    with (
+        replaced("kernel.metadata:build", lambda original: lambda *_: None),
+        replaced("server.closing:close_step", lambda original: lambda *_: None),
+        replaced("statemachine.transitions:trimmed", lambda original: lambda *_: None),
+    ):
+        assert not any(now is old for now, old in zip(places(), before, strict=True))
+    assert places() == before
+
+
+def test_a_witness_keeps_the_first_difference_and_none_from_before_the_first_step() -> None:
+    witness = Witness()
+    witness.note(1)
+    assert witness.first is None
+    witness.step = 3
+    witness.note(2)
+    witness.step = 4
+    witness.note(5)
+    assert witness.first is not None
+    assert (witness.first.step, witness.first.sequence) == (3, 2)
+
+
+def random_load(seed: int) -> Load:
+    """Requests, pool and policy out of a seed: small pools, chunks, tiles, cancels, failures."""
+    generator = random.Random(seed)
+    size = generator.choice([1, 4, 16])
+    groups = (Group(num_blocks=generator.choice([1, 2, 4]) * max(2, 96 // size)),)
+    if size == 4 and generator.random() < 0.3:
+        groups += (Group(kind="window", window=8, sink=generator.choice([0, 2]), num_blocks=96),)
+    stem = loads.tokens(40, seed)
+    requests = []
+    for number in range(generator.randint(4, 14)):
+        own = loads.tokens(generator.randint(1, 40), 1000 * seed + number)
+        kept = generator.choice([0, 0, size, 17, 40])
+        at = 1 + generator.randint(0, 3) * number
+        cancelled = generator.random() < 0.15
+        requests.append(
+            Request(
+                (stem[:kept] + own)[:60],
+                generator.randint(1, 24),
+                at=at,
+                cancel_at=at + generator.randint(0, 9) if cancelled else None,
+                temperature=generator.choice([0.0, 1.0]),
+                seed=number,
+                end_tokens=tuple(range(generator.choice([0, 0, 4]))),
+            )
+        )
+    tile = generator.choice([1, 1, 8, 32])
+    policy = Policy(
+        max_batch_tokens=generator.choice([32, 64, 256]),
+        max_running=generator.choice([2, 8, 32]),
+        prefill_chunk=generator.choice([8, 16, 64]),
+        prefill_tile=tile,
+        prefill_cohort=generator.random() < 0.3,
+        prefix_cache=generator.random() < 0.8,
+        watermark_blocks=generator.choice([0, 2]),
+        context_tokens=96,
+    )
+    failures = generator.sample(range(2, 40), generator.choice([0, 0, 1, 3]))
+    fail = {step: Failure(generator.choice(["build", "eval"])) for step in failures}
+    hashing = generator.choice(["xxh3"] * 9 + ["constant"])
+    geometry = Geometry(block_size=size, groups=groups, hash=hashing)
+    return Load(f"seed {seed}", tuple(requests), policy, geometry, fail=fail)
+
+
+@pytest.mark.slow
+def test_clean_runs_of_all_settings_show_nothing_at_fold_and_plan(tmp_path: Path) -> None:
+    preempted = failed = cancelled = shared = 0
+    for seed in range(CLEAN_RUNS):
+        load = random_load(seed)
+        tape = tmp_path / f"{seed}.log"
+        played = record(load, tape)
+        outcome = run_replay(str(tape), Options(PLAN))
+        assert played.error == "", f"seed {seed}"
+        assert outcome.exit_code == CLEAN, f"seed {seed}: {outcome.divergence}"
+        assert None not in played.reasons, f"seed {seed}"
+        preempted += played.preemptions > 0
+        failed += played.failed_steps > 0
+        cancelled += "cancelled" in played.reasons
+        shared += b"PrefixAdopted" in tape.read_bytes() or load.policy.prefix_cache
+    # A run says nothing of what did not happen in it.
+    assert min(preempted, failed, cancelled, shared) >= CLEAN_RUNS // 10
+
+
+def test_the_same_requests_give_the_same_answers_with_and_without_failures(tmp_path: Path) -> None:
+    calm = record(loads.MIXED, tmp_path / "calm.log")
+    for load in (loads.BUILD_FAILS, loads.EVAL_FAILS):
+        stormy = record(load, tmp_path / f"{load.name}.log")
+        assert stormy.failed_steps >= 1
+        assert stormy.answers == calm.answers
+    roomy = evolve(
+        loads.TIGHT, geometry=structs.replace(loads.TIGHT.geometry, groups=(Group(num_blocks=99),))
+    )
+    tight = record(loads.TIGHT, tmp_path / "tight.log")
+    assert tight.preemptions >= 1
+    assert tight.answers == record(roomy, tmp_path / "roomy.log").answers
+    assert all(token < VOCAB for answer in calm.answers for token in answer)
