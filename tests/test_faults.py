@@ -16,13 +16,12 @@ from server.policy import Policy
 from statemachine.geometry import Geometry, Group
 
 from .faults import loads, runner
-from .faults.catalogue import ALL, BY_NAME, MISSED
+from .faults.catalogue import ALL, BY_NAME
 from .faults.fault import Fault, Witness, replaced
 from .faults.loads import FAKE, VOCAB, Load, Request
 from .faults.runner import record, replay, run
 
-FOUND = [fault for fault in ALL if fault.name not in MISSED]
-CLEAN_RUNS = 60
+CLEAN_RUNS = 40
 
 
 def _id(fault: Fault) -> str:
@@ -34,7 +33,7 @@ def test_every_fault_has_its_own_name_and_the_incidents_are_among_them() -> None
     assert {"S1", "S2", "S3", "S4", "S13"} <= set(BY_NAME)
 
 
-@pytest.mark.parametrize("fault", FOUND, ids=_id)
+@pytest.mark.parametrize("fault", ALL, ids=_id)
 def test_replay_finds_the_fault_at_its_first_wrong_event(fault: Fault, tmp_path: Path) -> None:
     result = run(fault, tmp_path)
     found = result.divergence
@@ -44,13 +43,6 @@ def test_replay_finds_the_fault_at_its_first_wrong_event(fault: Fault, tmp_path:
     assert result.at_first, f"{result.first} was found as {found}"
     said = runner.text_of(found)
     assert [word for word in fault.says if word not in said] == []
-
-
-@pytest.mark.parametrize("fault", [BY_NAME[name] for name in MISSED], ids=_id)
-def test_a_fault_that_is_known_to_be_missed_is_still_missed(fault: Fault, tmp_path: Path) -> None:
-    result = run(fault, tmp_path)
-    assert result.first is not None
-    assert not any(result.found.values()), "it is found now: take it out of MISSED"
 
 
 @pytest.mark.parametrize(
@@ -163,7 +155,7 @@ def test_clean_runs_of_all_settings_show_nothing_at_fold_and_plan(tmp_path: Path
         preempted += played.preemptions > 0
         failed += played.failed_steps > 0
         cancelled += "cancelled" in played.reasons
-        shared += b"PrefixAdopted" in tape.read_bytes() or load.policy.prefix_cache
+        shared += played.adopted_rows > 0
     # A run says nothing of what did not happen in it.
     assert min(preempted, failed, cancelled, shared) >= CLEAN_RUNS // 10
 

@@ -215,7 +215,8 @@ def key_too_long(original: Any, witness: Witness) -> Any:
     loads.MIXED,
     "plan",
     "plan",
-    "close",
+    "raised at close",
+    "not written",
 )
 def published_early(original: Any, witness: Witness) -> Any:
     def close_step(view: Any, plan: Any, tokens: Any, finished: Any = ()) -> tuple[Event, ...]:

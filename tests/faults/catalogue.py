@@ -13,6 +13,3 @@ ALL: tuple[Fault, ...] = (
 )
 
 BY_NAME = {fault.name: fault for fault in ALL}
-
-MISSED = ("S11-unwritten", "checkpoint-forgets")
-"""Faults that no depth finds yet; docs/faults.md says why."""

@@ -65,13 +65,17 @@ class Load:
 
 @frozen
 class Played:
-    """What became of a load: answers and ends by request; `error` where the engine itself died."""
+    """What became of a load: answers and ends by request; `error` where the engine itself died.
+
+    adopted_rows: prompt rows that first admissions took from the prefix index.
+    """
 
     answers: tuple[tuple[int, ...], ...]
     reasons: tuple[str | None, ...]
     steps: int
     preemptions: int
     failed_steps: int
+    adopted_rows: int
     error: str = ""
 
 
@@ -79,8 +83,10 @@ class _Inbox:
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.reason: str | None = None
+        self.cached_tokens = 0
 
     def __call__(self, update: Update) -> None:
+        self.cached_tokens = max(self.cached_tokens, update.cached_tokens)
         self.tokens.extend(update.tokens)
         self.reason = update.finish_reason or self.reason
 
@@ -124,6 +130,7 @@ def play(
         steps=status["steps"],
         preemptions=status["preemptions"],
         failed_steps=status["failed_steps"],
+        adopted_rows=sum(inbox.cached_tokens for inbox in inboxes),
         error=error,
     )
 

@@ -11,7 +11,7 @@ from statemachine import commands
 from statemachine.events import BlockPublished, Event, Preempted
 
 from . import loads
-from .fault import DONE, FAILED, PLANNED, Catalogue, Witness
+from .fault import DONE, FAILED, PLANNED, Catalogue, First, Witness
 
 FAULTS = Catalogue()
 
@@ -297,11 +297,13 @@ def tokens_reordered(original: Any, witness: Witness) -> Any:
     loads.SEGMENTS,
     "plan",
     "plan",
+    "other requests",
 )
 def checkpoint_forgets(original: Any, witness: Witness) -> Any:
     def checkpoint(view: Any) -> Any:
-        if view.waiting:
-            witness.note(-1, "Checkpoint")
+        if view.waiting and witness.first is None:
+            # A checkpoint stands for the state after the step before.
+            witness.first = First(view.step - 1, -1, "Checkpoint")
         return original(structs.replace(view, waiting=()))
 
     return checkpoint

@@ -1,4 +1,4 @@
-"""`python -m tests.faults.serve S1 -- serve --port 0 ...`: the mlxtape command with a fault in it."""
+"""`python -m tests.faults.serve S1 -- serve ...`: the mlxtape command with a fault in it."""
 
 from __future__ import annotations
 
