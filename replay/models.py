@@ -6,6 +6,7 @@ Nothing here is imported before a depth asks for it; BLAS is loaded before MLX.
 
 from __future__ import annotations
 
+import platform
 from typing import TYPE_CHECKING
 
 from attrs import frozen
@@ -67,12 +68,11 @@ def load(header: Header, options: Options) -> Loaded:
 
 
 def device_name() -> str:
-    """What computes here, as it stands in headers."""
+    """What computes here, as the server writes it into headers."""
     import mlx.core as mx
 
-    if mx.default_device().type == mx.cpu:
-        return "cpu"
-    return str(mx.device_info().get("device_name", "gpu"))
+    name = mx.device_info().get("device_name", platform.machine())
+    return f"{mx.default_device().type.name}: {name}"
 
 
 def kernel_for(header: Header, loaded: Loaded) -> Kernel:

@@ -11,8 +11,10 @@ from typing import Any
 import msgspec
 
 from server import scheduler
+from server.closing import CLOSE
+from server.closing import PLAN as PLAN_STAGE
 from server.policy import Policy, check
-from server.view import StepPlan, View, initial, receive, restore
+from server.view import StepPlan, View, checkpoint, initial, receive, restore
 from statemachine.errors import CodecError, StateMachineError
 from statemachine.events import Event
 from statemachine.records import (
@@ -23,6 +25,7 @@ from statemachine.records import (
     Record,
     RequestArrived,
     RequestCancelled,
+    RequestSnapshot,
     StepDone,
     StepFailed,
     StepPlanned,
@@ -83,11 +86,22 @@ class Planner:
 
     def _checkpoint(self, record: Checkpoint) -> None:
         if not self._fresh:
+            self._compare_checkpoint(record)
             return
         try:
             self.view, self._fresh = restore(record), False
         except CodecError as error:
             raise Unusable(f"the checkpoint after step {record.step}: {error}") from error
+
+    def _compare_checkpoint(self, record: Checkpoint) -> None:
+        """One in the middle says what the scheduler knows by then."""
+        here = checkpoint(self._known())
+        for name in ("step", "requests", "alone", "stuck"):
+            told, known = getattr(record, name), getattr(here, name)
+            if told != known:
+                what = f"the checkpoint says other {name} than the records before it"
+                values = (Values(name, _short(told), _short(known)),)
+                raise Diverged(Divergence(PLAN, record.step, what, "Checkpoint", values=values))
 
     def _known(self) -> View:
         if self.view is None:
@@ -131,6 +145,9 @@ class Planner:
     def _failed(self, record: StepFailed) -> None:
         view, plan = self._known(), self._answered(record.step, "StepFailed")
         self._finished = ()
+        if record.stage in (PLAN_STAGE, CLOSE):
+            what = f"the scheduler raised at {record.stage}, which is a bug: {record.error}"
+            raise Diverged(Divergence(PLAN, record.step, what, "StepFailed"))
         try:
             events = scheduler.fail_step(view, plan, record.stage, record.blamed)
         except (ValueError, StateMachineError) as error:
@@ -143,6 +160,14 @@ class Planner:
         if self._plan is None or self._plan.step != step:
             raise Diverged(Divergence(PLAN, step, "it was never planned", kind))
         return self._plan
+
+
+def _short(value: object) -> str:
+    """A checkpoint's field in words: requests by their ids."""
+    if isinstance(value, tuple):
+        ids = [it.arrived.request if isinstance(it, RequestSnapshot) else it for it in value]
+        return ", ".join(str(number) for number in ids)
+    return str(value)
 
 
 def _compare(step: int, kind: str, recorded: tuple[Event, ...], derived: tuple[Event, ...]) -> None:

@@ -82,7 +82,8 @@ class CaptureWriter:
             self._file = self._open()
         except OSError as error:
             raise CaptureError(
-                f"the capture cannot be written to {path}: {error.strerror or error}"
+                f"the capture cannot be written to {path}, so give another path "
+                f"({error.filename}: {error.strerror})"
             ) from error
 
     @property

@@ -1,0 +1,1 @@
+"""Tapes that are checked in, and the programs that made them."""

@@ -1,0 +1,184 @@
+"""Reading tapes: cut, damaged, compressed, in pieces, or no tapes at all; and the exit codes."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from replay.cli import main
+from replay.errors import Unusable
+from replay.reader import Tape
+from replay.run import CLEAN, TORN, UNUSABLE, Options, replay
+from statemachine.codec import MAGIC, TapeDecoder, TapeEncoder
+from statemachine.records import Record, TapeEnded
+
+from .sim import POLICY, TIGHT, header
+from .tapes import golden
+
+TAPE = golden.PATH.read_bytes()
+
+
+def write(folder: Path, data: bytes, name: str = "tape.log") -> str:
+    path = folder / name
+    path.write_bytes(data)
+    return str(path)
+
+
+def ends() -> list[int]:
+    """Where each frame of the golden tape ends."""
+    decoder = TapeDecoder()
+    return [decoder.position for _ in decoder.feed(TAPE)]
+
+
+def test_the_golden_tape_is_what_this_version_writes_and_replays_clean() -> None:
+    assert golden.tape() == TAPE
+    for depth in ("fold", "plan"):
+        outcome = replay(str(golden.PATH), Options(depth=depth, invariants="event"))
+        assert outcome.exit_code == CLEAN, outcome.divergence
+
+
+@pytest.mark.parametrize("seed", ["1", "2"])
+def test_another_process_with_another_hash_seed_writes_the_same_bytes(seed: str) -> None:
+    made = subprocess.run(
+        [sys.executable, "-m", "tests.tapes.golden", "-"],
+        env={"PYTHONHASHSEED": seed, "PATH": ""},
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        check=True,
+    )
+    assert made.stdout == TAPE
+
+
+def test_a_capture_cut_at_any_byte_of_its_last_4_kib_reads_to_its_last_whole_frame(
+    tmp_path: Path,
+) -> None:
+    records = list(Tape(str(golden.PATH)))
+    boundaries = ends()
+    for cut in range(len(TAPE) - 4096, len(TAPE)):
+        tape = Tape(write(tmp_path, TAPE[:cut]))
+        whole = sum(end <= cut for end in boundaries)
+        assert list(tape) == records[:whole]
+        assert tape.position == boundaries[whole - 1]
+        assert tape.torn == (cut not in boundaries)
+        if cut % 64 == 0 or cut in boundaries:
+            assert replay(tape.path, Options()).exit_code == TORN
+
+
+def test_any_one_flipped_byte_is_corruption(tmp_path: Path) -> None:
+    lengths = {end + at for end in [len(MAGIC), *ends()] for at in range(8)}
+    for at in sorted({*range(0, len(TAPE), 29), *lengths} & set(range(len(TAPE)))):
+        damaged = bytearray(TAPE)
+        damaged[at] ^= 0x10
+        with pytest.raises(Unusable):
+            list(Tape(write(tmp_path, bytes(damaged))))
+
+
+def test_a_damaged_tape_exits_2_and_names_the_byte(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damaged = bytearray(TAPE)
+    frame = max(end for end in ends() if end < 5000)
+    damaged[5000] ^= 1
+    assert main([write(tmp_path, bytes(damaged))]) == UNUSABLE
+    said = capsys.readouterr()
+    assert f"corrupt at byte {frame}" in said.err
+    assert said.err.count("\n") == 1
+    assert said.out == ""
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"", "too short to hold a header"),
+        (MAGIC[:5], "too short to hold a header"),
+        (MAGIC, "too short to hold a header"),
+        (b"\xff\xd8\xff\xe0\x00\x10JFIF" * 100, "is not a tape"),
+        (b"MLXTAPE9" + TAPE[8:], "tape of format 9, and this version reads format 1"),
+        (zstandard.compress(b"hello " * 99), "is not a tape"),
+        (b"\x28\xb5\x2f\xfd" + b"\x07" * 80, "cannot be read"),
+        (TapeEncoder().encode([TapeEnded(1)]), "the first frame holds no header"),
+    ],
+)
+def test_what_is_no_tape_is_refused_in_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], data: bytes, said: str
+) -> None:
+    assert main([write(tmp_path, data)]) == UNUSABLE
+    printed = capsys.readouterr().err
+    assert said in printed
+    assert printed.count("\n") == 1
+
+
+def test_a_path_that_does_not_exist_and_a_folder_without_segments_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(tmp_path / "none.log")]) == UNUSABLE
+    assert "does not exist" in capsys.readouterr().err
+    assert main([str(tmp_path)]) == UNUSABLE
+    assert "holds no segments" in capsys.readouterr().err
+
+
+def test_a_compressed_tape_reads_like_the_plain_one_and_can_be_torn(tmp_path: Path) -> None:
+    packer = zstandard.ZstdCompressor().compressobj()
+    packed = b"".join(
+        packer.compress(TAPE[at : at + 1000]) + packer.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
+        for at in range(0, len(TAPE), 1000)
+    )
+    packed += packer.flush()
+    plain: list[Record] = list(Tape(str(golden.PATH)))
+    assert list(Tape(write(tmp_path, packed, "tape.zst"))) == plain
+    outcome = replay(write(tmp_path, packed[: len(packed) // 2], "cut.zst"), Options())
+    assert outcome.exit_code == TORN
+    with pytest.raises(Unusable, match="bytes follow the end"):
+        list(Tape(write(tmp_path, packed + b"more", "long.zst")))
+
+
+def test_standard_input_reads_like_a_file(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(TAPE)))
+    assert main(["-"]) == CLEAN
+    assert capsys.readouterr().out.startswith("CLEAN at depth fold: 36 steps")
+
+
+def test_a_missing_segment_is_named(tmp_path: Path) -> None:
+    for number in (0, 2):
+        first = header(TIGHT, POLICY)
+        data = TapeEncoder().encode([type(first)(**{**_fields(first), "segment": number})])
+        write(tmp_path, data, f"000001-{number:05}.tape")
+    with pytest.raises(Unusable, match="is segment 2, where 1 should follow"):
+        list(Tape(str(tmp_path)))
+
+
+def test_a_torn_segment_in_the_middle_is_no_torn_tail(tmp_path: Path) -> None:
+    write(tmp_path, TAPE[:-3], "000001-00000.tape")
+    write(tmp_path, TAPE, "000001-00001.tape")
+    with pytest.raises(Unusable, match="cut short, but a later segment follows"):
+        list(Tape(str(tmp_path)))
+
+
+def _fields(record: Record) -> dict[str, object]:
+    return {name: getattr(record, name) for name in record.__struct_fields__}
+
+
+def test_a_long_tape_is_read_in_flat_memory(tmp_path: Path) -> None:
+    import tracemalloc
+
+    path = tmp_path / "long.log"
+    encoder = TapeEncoder()
+    with path.open("wb") as file:
+        file.write(encoder.encode([header(TIGHT, POLICY)]))
+        block = [TapeEnded(number) for number in range(1000)]
+        for _ in range(300):
+            file.write(encoder.encode(block))
+    assert path.stat().st_size > 4_000_000
+    tracemalloc.start()
+    count = sum(1 for _ in Tape(str(path)))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert count == 300_001
+    assert peak < 4_000_000
