@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 import structlog
+from structlog.typing import EventDict
 
 
 def configure_logs(level: str = "info") -> None:
@@ -22,6 +23,7 @@ def configure_logs(level: str = "info") -> None:
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,
+            _escape_controls,
             structlog.processors.TimeStamper(fmt="%H:%M:%S" if terminal else "iso", utc=False),
             structlog.processors.StackInfoRenderer(),
             *([] if terminal else [structlog.processors.format_exc_info]),
@@ -33,6 +35,17 @@ def configure_logs(level: str = "info") -> None:
         logger_factory=_ErrorStream,
         cache_logger_on_first_use=False,
     )
+
+
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))}
+
+
+def _escape_controls(_: Any, __: str, event: EventDict) -> EventDict:
+    """What a client sent may stand in a line; it must not end it, nor colour the terminal."""
+    for name, value in event.items():
+        if isinstance(value, str):
+            event[name] = value.translate(_CONTROLS)
+    return event
 
 
 class _ErrorStream:

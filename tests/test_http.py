@@ -539,6 +539,17 @@ def test_a_log_that_cannot_be_written_costs_no_request(
     assert error_of(post(server, {}))["param"] == "messages"
 
 
+def test_a_path_cannot_write_a_log_line_of_its_own(
+    server: LiveServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configure_logs()
+    post(server, {}, "/v1/%0Aevent=forged%0D%1B[31m")
+    server.stop()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "event=forged" in line
+    assert line.isprintable()
+
+
 def test_sixteen_streams_at_once_keep_their_texts_apart() -> None:
     tokenizer = byte_tokenizer()
 
