@@ -8,6 +8,7 @@ least recently used cached ones, whose BlockEvicted events come first.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
 
@@ -15,13 +16,14 @@ from . import events as ev
 from .errors import IllegalCommand, InvariantBroken, PoolExhausted
 from .events import NO_BLOCK, Event, Namespace
 from .geometry import WINDOW
-from .prefix import Hit, adoption_limit
+from .prefix import Hit, adoption_limit, find
 from .prefix import lookup as _lookup
-from .sequence import Sequence, written_rows
-from .state import State
+from .sequence import NO_TOKEN, Sequence, written_rows
+from .state import NO_ENTRY, State
 from .transitions import apply_all
 
 Events = tuple[Event, ...]
+Moved = Counter[tuple[int, int]]
 
 
 def _sequence(state: State, seq: int) -> Sequence:
@@ -127,15 +129,19 @@ class _Supply:
         return due
 
 
-def _copies(state: State, sequence: Sequence) -> list[int]:
-    """Groups in which the block that the next row falls in must be copied before it is written."""
+def _copies(state: State, sequence: Sequence, moved: Moved | None = None) -> list[int]:
+    """Groups in which the block that the next row falls in must be copied before it is written.
+
+    `moved` counts table entries, by group and block, that copies before this one took away.
+    """
     index, row = divmod(sequence.offset, state.geometry.block_size)
     if row == 0:
         return []
     groups = []
     for group in state.paged_groups():
-        record = state.groups[group].blocks[sequence.tables[group][index]]
-        if record.refs > 1 or record.entry:
+        block = sequence.tables[group][index]
+        record = state.groups[group].blocks[block]
+        if record.refs - (moved[group, block] if moved else 0) > 1 or record.entry:
             groups.append(group)
     return groups
 
@@ -165,13 +171,15 @@ def append(
     if tokens is not None and rows not in (None, len(tokens)):
         raise IllegalCommand(f"{len(tokens)} tokens are given for {rows} rows")
     supplies = [_Supply(state, group) for group in range(len(state.geometry.groups))]
-    events = _append(state, supplies, _sequence(state, seq), step, count, tokens, purpose)
+    sequence, moved = _sequence(state, seq), Moved()
+    events = _append(state, supplies, moved, sequence, step, count, tokens, purpose)
     return _checked(state, tuple(events))
 
 
 def _append(
     state: State,
     supplies: list[_Supply],
+    moved: Moved,
     sequence: Sequence,
     step: int,
     rows: int,
@@ -180,18 +188,19 @@ def _append(
 ) -> list[Event]:
     size = state.geometry.block_size
     events: list[Event] = []
-    for group in _copies(state, sequence):
-        index = sequence.offset // size
-        source, (target,) = sequence.tables[group][index], supplies[group].take(1)
-        events += supplies[group].drain()
-        kept = sequence.offset - index * size
-        events.append(ev.BlockCopied(sequence.id, step, group, index, source, target, kept))
+    copies = _copies(state, sequence, moved)
     wanted = state.geometry.blocks_for(sequence.offset + rows)
     blocks: list[tuple[int, ...]] = []
     for group, spec in enumerate(state.geometry.groups):
         missing = wanted - len(sequence.tables[group]) if spec.paged else 0
-        blocks.append(supplies[group].take(missing))
+        blocks.append(supplies[group].take(missing + (group in copies)))
         events += supplies[group].drain()
+    for group in copies:
+        index, kept = divmod(sequence.offset, size)
+        source, (target, *others) = sequence.tables[group][index], blocks[group]
+        blocks[group] = tuple(others)
+        events.append(ev.BlockCopied(sequence.id, step, group, index, source, target, kept))
+        moved[group, source] += 1
     events.append(ev.Appended(sequence.id, step, rows, tokens, tuple(blocks), purpose))
     return events
 
@@ -207,29 +216,59 @@ def append_each(
         raise IllegalCommand("an append needs at least one sequence")
     if tokens is not None and len(tokens) != len(seqs):
         raise IllegalCommand(f"{len(tokens)} tokens are given for {len(seqs)} sequences")
-    inside, edge = _split_by_edge(state, seqs)
+    if len(set(seqs)) != len(seqs):
+        raise IllegalCommand("an append names each sequence once")
+    inside, edge, doubtful = _split_by_edge(state, seqs, purpose)
     events: list[Event] = []
     if inside:
         columns = None if tokens is None else tuple(tokens[place] for place in inside)
         events.append(
             ev.AppendedEach(step, tuple(seqs[place] for place in inside), columns, purpose)
         )
-    supplies = [_Supply(state, group) for group in range(len(state.geometry.groups))]
+    supplies, moved = (
+        [_Supply(state, group) for group in range(len(state.geometry.groups))],
+        Moved(),
+    )
     for place in edge:
         row = None if tokens is None else (tokens[place],)
         sequence = state.sequences[seqs[place]]
-        events += _append(state, supplies, sequence, step, 1, row, purpose)
+        events += _append(state, supplies, moved, sequence, step, 1, row, purpose)
+    if doubtful or _columns_are_doubtful(state, step, tokens, purpose):
+        return _checked(state, tuple(events))
     return tuple(events)
 
 
-def _split_by_edge(state: State, seqs: Many[int]) -> tuple[list[int], list[int]]:
-    """Places in `seqs` whose next row stays in its own block, and the others."""
+def _columns_are_doubtful(
+    state: State, step: int, tokens: tuple[int, ...] | None, purpose: str
+) -> bool:
+    """Whether columns should be applied to find out: doing so always would double a step's cost."""
+    if not max(state.written_step + 1, state.issued_step) <= step < 1 << 64:
+        return True
+    if purpose not in ev.PURPOSES:
+        return True
+    if tokens is None:
+        return purpose not in (ev.LOOKAHEAD, ev.PAD)
+    return purpose in (ev.LOOKAHEAD, ev.PAD) or not all(
+        isinstance(token, int) and 0 <= token < 1 << 64 for token in tokens
+    )
+
+
+def _split_by_edge(
+    state: State, seqs: Many[int], purpose: str
+) -> tuple[list[int], list[int], bool]:
+    """Places in `seqs` whose next row stays in its own block, the others, and if one may not be."""
     size, groups = state.geometry.block_size, state.paged_groups()
     blocks = [state.groups[group].blocks for group in groups]
     inside: list[int] = []
     edge: list[int] = []
+    doubtful = False
     for place, seq in enumerate(seqs):
         sequence = _sequence(state, seq)
+        rows = sequence.speculative
+        if rows and (purpose != ev.LOOKAHEAD or rows[0].token != NO_TOKEN):
+            doubtful = True
+        if sequence.pads or sequence.preempted:
+            doubtful = True
         index, row = divmod(sequence.offset, size)
         alone = row != 0
         if alone:
@@ -237,7 +276,7 @@ def _split_by_edge(state: State, seqs: Many[int]) -> tuple[list[int], list[int]]
                 record = records[sequence.tables[group][index]]
                 alone = alone and record.refs == 1 and not record.entry
         (inside if alone else edge).append(place)
-    return inside, edge
+    return inside, edge, doubtful
 
 
 def step_written(state: State, step: int) -> Events:
@@ -295,6 +334,7 @@ def publish(state: State, seq: int) -> Events:
     )
     groups = state.paged_groups()
     fresh: list[Event] = []
+    lowest = 0
     for index in range(full - 1, -1, -1):
         added = [
             ev.BlockPublished(seq, index, group, block, sequence.keys[index])
@@ -304,8 +344,25 @@ def publish(state: State, seq: int) -> Events:
         ]
         if not added:
             break
-        fresh[:0] = added
-    return tuple(fresh)
+        fresh[:0], lowest = added, index
+    return tuple(fresh) if _can_be_found(state, sequence, lowest) else ()
+
+
+def _can_be_found(state: State, sequence: Sequence, index: int) -> bool:
+    """Whether the block before `index` is in the index: its own may have left a short window."""
+    if index == 0:
+        return True
+    for group in state.paged_groups():
+        block = sequence.tables[group][index - 1]
+        if block != NO_BLOCK and state.groups[group].blocks[block].entry:
+            return True
+    parent = NO_ENTRY
+    for key, tokens in zip(sequence.keys[:index], sequence.packed, strict=False):
+        entry = find(state, sequence.namespace, parent, key, tokens)
+        if entry is None:
+            return False
+        parent = entry.id
+    return True
 
 
 def evict(state: State, blocks: int, group: int | None = None) -> Events:

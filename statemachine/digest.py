@@ -8,7 +8,7 @@ sum can be kept while the state changes; `recompute` does it from nothing and mu
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from xxhash import xxh3_64_intdigest
@@ -23,7 +23,16 @@ MASK = (1 << 64) - 1
 
 SCALARS, SEQUENCE, TABLE, BLOCK, FREE, CACHED, ENTRY, PIN = range(1, 9)
 
-_packers = [struct.Struct(f"<{count}Q").pack for count in range(64)]
+
+class _Packers(dict[int, Callable[..., bytes]]):
+    """Made when first asked for: steps in flight may give a sequence any number of marks."""
+
+    def __missing__(self, count: int) -> Callable[..., bytes]:
+        pack = self[count] = struct.Struct(f"<{count}Q").pack
+        return pack
+
+
+_packers = _Packers()
 packer = _packers.__getitem__
 """By a count of values: packs as many unsigned 64-bit integers."""
 
@@ -48,9 +57,9 @@ def sequence_line(sequence: Sequence) -> int:
         *sequence.starts,
         *sequence.marks,
     )
-    data: bytes = _packers[len(values)](*values) + sequence.tail
+    data = _packers[len(values)](*values) + sequence.tail
     for row in speculative:
-        data += struct.pack("<qQ", row.token, row.step)
+        data += row.token.to_bytes(9, "little", signed=True) + row.step.to_bytes(8, "little")
     return xxh3_64_intdigest(data)
 
 

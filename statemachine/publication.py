@@ -25,7 +25,7 @@ def published(draft: Draft, sequence: Sequence, event: BlockPublished) -> None:
             "the block before it is not in the index"
         )
     tokens = sequence.packed[event.index]
-    old = _find(draft, sequence, parent, event.key, tokens)
+    old = find_entry(draft, sequence, parent, event.key, tokens)
     if old is None:
         groups = len(draft.geometry.groups)
         blocks: list[tuple[int, ...]] = [()] * groups
@@ -73,14 +73,17 @@ def parent_entry(draft: Draft, sequence: Sequence, index: int) -> int | None:
             return record.entry
     parent: int = NO_ENTRY
     for place in range(index):
-        entry = _find(draft, sequence, parent, sequence.keys[place], sequence.packed[place])
+        entry = find_entry(draft, sequence, parent, sequence.keys[place], sequence.packed[place])
         if entry is None:
             return None
         parent = entry.id
     return parent
 
 
-def _find(draft: Draft, sequence: Sequence, parent: int, key: int, tokens: bytes) -> Entry | None:
+def find_entry(
+    draft: Draft, sequence: Sequence, parent: int, key: int, tokens: bytes
+) -> Entry | None:
+    """The entry of exactly these tokens below `parent`, in the sequence's namespace."""
     entries, by_key = draft.index()
     for number in by_key.get(key, ()):
         entry: Entry = entries[number]

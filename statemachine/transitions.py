@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -26,10 +27,13 @@ from .errors import InvariantBroken
 from .events import NO_BLOCK
 from .geometry import OPAQUE, WINDOW
 from .prefix import adoption_limit, needed_indices
-from .publication import evicted, published
+from .publication import evicted, find_entry, published
 from .sequence import NO_TOKEN, Sequence, Speculative, pack, window_start, written_rows
-from .state import State
+from .state import NO_ENTRY, State
 from .tags import root_key
+
+SPECULATIVE_ROWS_MAX = 65_536
+"""The most rows of one append that may be taken back."""
 
 
 def apply(state: State, event: ev.Event) -> State:
@@ -40,9 +44,15 @@ def apply(state: State, event: ev.Event) -> State:
 def apply_all(state: State, events: Iterable[ev.Event]) -> State:
     """The state after events, all of them or (InvariantBroken) none."""
     draft = Draft(state)
-    for event in events:
-        HANDLERS[type(event)](draft, event)
-    return draft.finish()
+    try:
+        for event in events:
+            HANDLERS[type(event)](draft, event)
+        return draft.finish()
+    except (struct.error, OverflowError, UnicodeEncodeError) as error:
+        raise InvariantBroken(
+            f"an event holds a number or a text out of range (ids, steps and rows are unsigned "
+            f"64-bit integers, names are UTF-8): {error}"
+        ) from error
 
 
 def _require(holds: bool, message: str) -> None:
@@ -74,13 +84,14 @@ def prefix_adopted(draft: Draft, event: ev.PrefixAdopted) -> None:
         f"at most {adoption_limit(event.prompt_rows)} may be adopted",
     )
     _require(len(event.blocks) == len(geometry.groups), "an adoption names one table a group")
-    _require_identity(draft, old, event)
+    new = extend(geometry, old, event.tokens)
+    _require_needed(draft, event)
+    _require_identity(draft, new, event)
     for group, table in enumerate(event.blocks):
         draft.table_gains(old.id, group, 0, table)
         for block in table:
             if block != NO_BLOCK:
                 draft.group(group).hold(block, refs=1)
-    new = extend(geometry, old, event.tokens)
     starts = tuple(window_start(geometry, group, rows) for group in range(len(geometry.groups)))
     draft.put(
         old,
@@ -90,35 +101,46 @@ def prefix_adopted(draft: Draft, event: ev.PrefixAdopted) -> None:
     )
 
 
-def _require_identity(draft: Draft, sequence: Sequence, event: ev.PrefixAdopted) -> None:
-    """Each block that is read is published under exactly these tokens, parents and namespace."""
-    geometry, size = draft.geometry, draft.geometry.block_size
-    count, entries = geometry.blocks_for(len(event.tokens)), draft.index()[0]
+def _require_needed(draft: Draft, event: ev.PrefixAdopted) -> None:
+    """The tables hold what the next query reads, and no more."""
+    rows = len(event.tokens)
+    count = draft.geometry.blocks_for(rows)
     for group, table in enumerate(event.blocks):
-        _require(len(table) == count, f"{len(event.tokens)} rows take {count} blocks a table")
+        _require(len(table) == count, f"{rows} rows take {count} blocks a table, not {len(table)}")
         held = {index for index, block in enumerate(table) if block != NO_BLOCK}
-        missing = needed_indices(geometry, group, len(event.tokens)) - held
-        _require(not missing, f"group {group}: the next query reads blocks that are missing")
-    parent = None
-    for index in range(count):
-        tokens = pack(event.tokens[index * size : (index + 1) * size])
+        _require(
+            held == needed_indices(draft.geometry, group, rows),
+            f"group {group}: the next query reads other places than {sorted(held)} of the table",
+        )
+
+
+def _require_identity(draft: Draft, new: Sequence, event: ev.PrefixAdopted) -> None:
+    """Each block is published under exactly this namespace, these tokens and all before them."""
+    size, parent = draft.geometry.block_size, NO_ENTRY
+    for index in range(len(event.blocks[0])):
         named = {
             _entry_of(draft, group, table[index])
             for group, table in enumerate(event.blocks)
             if table[index] != NO_BLOCK
         }
-        _require(len(named) <= 1, f"blocks at place {index} belong to different entries")
-        for number in named:
-            entry = entries[number]
-            _require(
-                entry.namespace == sequence.namespace
+        if index < len(new.keys):
+            whole = find_entry(draft, new, parent, new.keys[index], new.packed[index])
+            found = set() if whole is None else {whole.id}
+        else:
+            tokens = pack(event.tokens[index * size :])
+            entries = [draft.index()[0][number] for number in named]
+            found = {
+                entry.id
+                for entry in entries
+                if entry.parent == parent
+                and entry.namespace == new.namespace
                 and entry.tokens.startswith(tokens)
-                and (parent is None or entry.parent == parent),
-                f"block at place {index} holds other rows than the prompt of {sequence.id}",
-            )
-            parent = number
-        if not named:
-            parent = None
+            }
+        _require(
+            len(found) == 1 and named <= found,
+            f"place {index}: no published block holds these rows of the prompt of {new.id}",
+        )
+        (parent,) = found
 
 
 def _entry_of(draft: Draft, group: int, block: int) -> int:
@@ -143,6 +165,11 @@ def _check_step(draft: Draft, step: int, purpose: str) -> None:
 def _check_append(draft: Draft, sequence: Sequence, step: int, purpose: str) -> None:
     """What must hold before rows of a purpose are appended in a step."""
     _check_step(draft, step, purpose)
+    _require(
+        not sequence.preempted or purpose == ev.PROMPT,
+        f"sequence {sequence.id} is preempted: it starts again with its prompt, not with "
+        f"{purpose} rows",
+    )
     _require(
         not sequence.pads or purpose == ev.PAD,
         f"sequence {sequence.id} ends in {sequence.pads} pads: only pads may follow",
@@ -233,7 +260,10 @@ def _with_rows(
         return structs.replace(extend(draft.geometry, old, tokens), marks=marks)
     if purpose == ev.PAD:
         return structs.replace(old, pads=old.pads + rows, marks=marks)
+    _require(rows <= SPECULATIVE_ROWS_MAX, f"at most {SPECULATIVE_ROWS_MAX} rows are speculative")
     given = tokens if tokens is not None else (NO_TOKEN,) * rows
+    if tokens is not None:
+        pack(tokens)
     added = tuple(Speculative(token, step) for token in given)
     return structs.replace(old, speculative=old.speculative + added, marks=marks)
 
@@ -263,14 +293,15 @@ def appended_each(draft: Draft, event: ev.AppendedEach) -> None:
 
 
 def step_written(draft: Draft, event: ev.StepWritten) -> None:
-    """The writes of a step are real, and what it pinned is let go."""
+    """The writes of a step, and of those before, are real; what they pinned is let go."""
     _require(
         draft.written_step < event.step <= draft.issued_step,
         f"step {event.step} cannot be written now: step {draft.issued_step} was issued and "
         f"{draft.written_step} written",
     )
     draft.written_step = event.step
-    draft.unpin(event.step)
+    for step in sorted(step for step in draft.pins if step <= event.step):
+        draft.unpin(step)
 
 
 def committed(draft: Draft, event: ev.Committed) -> None:
@@ -373,7 +404,7 @@ def block_copied(draft: Draft, event: ev.BlockCopied) -> None:
     _require(0 <= group < len(old.tables), f"there is no group {group}")
     table = old.tables[group]
     _require(
-        index == len(table) - 1 and table[index] == event.source != NO_BLOCK,
+        0 <= index == len(table) - 1 and table[index] == event.source != NO_BLOCK,
         f"block {event.source} is not the last of sequence {old.id}'s table in group {group}",
     )
     _require(
@@ -383,8 +414,15 @@ def block_copied(draft: Draft, event: ev.BlockCopied) -> None:
     )
     _require(
         event.step > draft.written_step and event.step >= draft.issued_step,
-        f"step {event.step} cannot copy: step {draft.issued_step} was issued",
+        f"step {event.step} cannot copy: step {draft.issued_step} was issued and "
+        f"{draft.written_step} written",
     )
+    _require(
+        written_rows(old, event.step - 1) == old.offset,
+        f"rows of sequence {old.id} are issued in step {event.step} itself, whose copies run "
+        "before its writes: they cannot be copied in it",
+    )
+    draft.issued_step = event.step
     blocks = draft.group(group)
     blocks.take(event.target)
     draft.pin(event.step, group, event.source)
@@ -400,8 +438,8 @@ def forked(draft: Draft, event: ev.Forked) -> None:
     parent = draft.sequence(event.seq)
     _require(event.child > draft.last_seq, f"sequence id {event.child} was used before")
     _require(
-        not parent.speculative and not parent.pads,
-        f"sequence {parent.id} has rows that may be taken back: it cannot fork",
+        not parent.speculative and not parent.pads and not parent.preempted,
+        f"sequence {parent.id} is preempted, or has rows that may be taken back: it cannot fork",
     )
     _require(
         all(group.kind != OPAQUE for group in draft.geometry.groups),
@@ -472,6 +510,7 @@ def block_published(draft: Draft, event: ev.BlockPublished) -> None:
 
 def block_evicted(draft: Draft, event: ev.BlockEvicted) -> None:
     """A cached block can no longer be found; it is free."""
+    _require(0 <= event.group < len(draft.geometry.groups), f"there is no group {event.group}")
     entry = evicted(draft, event.group, event.block)
     _require(
         entry.key == event.key,

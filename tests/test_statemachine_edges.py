@@ -1,0 +1,262 @@
+"""Edges of the state machine that were wrong once: each test failed before its fix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from statemachine import commands, invariants
+from statemachine import events as ev
+from statemachine.errors import IllegalCommand, InvariantBroken, PoolExhausted
+from statemachine.events import Event, Namespace
+from statemachine.geometry import Geometry, Group
+from statemachine.state import State, new_state
+from statemachine.transitions import apply, apply_all
+
+B4 = Geometry(4, (Group("full", 8),))
+
+
+def run(state: State, *steps: tuple[Any, ...]) -> State:
+    """Carry commands out one after another; each is (command, arguments...)."""
+    for command, *arguments in steps:
+        state = apply_all(state, command(state, *arguments))
+        invariants.check_all(state)
+    return state
+
+
+def prefilled(geometry: Geometry, rows: int = 12, step: int = 1) -> State:
+    """Sequence 0 with tokens 0, 1, ..., written in `step`."""
+    return run(
+        new_state(geometry),
+        (commands.open_sequence, 0),
+        (commands.append, 0, step, tuple(range(rows))),
+        (commands.step_written, step),
+    )
+
+
+def published(geometry: Geometry, rows: int = 12) -> State:
+    return run(prefilled(geometry, rows), (commands.publish, 0))
+
+
+def refuse(state: State, event: Event, words: str) -> None:
+    with pytest.raises(InvariantBroken, match=words):
+        apply(state, event)
+
+
+def test_a_block_is_not_adopted_under_another_parent() -> None:
+    """Place 0 with the block of place 1: its tokens agree, what came before them does not."""
+    state = run(published(B4), (commands.open_sequence, 1))
+    refuse(state, ev.PrefixAdopted(1, (4, 5, 6, 7), 9, ((1,),)), "holds these rows")
+
+
+def test_a_block_after_a_hole_is_not_adopted_under_another_prefix() -> None:
+    """A window's table may begin with a hole; the tokens of the hole are part of the identity."""
+    geometry = Geometry(4, (Group("window", 8, window=4),))
+    state = run(published(geometry, 8), (commands.open_sequence, 1))
+    event = ev.PrefixAdopted(1, (9, 9, 9, 9, 4, 5, 6, 7), 9, ((-1, 1),))
+    refuse(state, event, "holds these rows")
+    assert commands.adopt(state, 1, (*range(8), 3)) == (
+        ev.PrefixAdopted(1, tuple(range(8)), 9, ((-1, 1),)),
+    )
+
+
+def test_an_adoption_names_no_block_that_its_window_does_not_read() -> None:
+    geometry = Geometry(4, (Group("window", 8, window=4),))
+    state = run(published(geometry, 12), (commands.open_sequence, 1))
+    refuse(state, ev.PrefixAdopted(1, tuple(range(12)), 13, ((0, 1, 2),)), "other places")
+    refuse(state, ev.PrefixAdopted(1, tuple(range(12)), 13, ((-1, 1, 2),)), "other places")
+    apply(state, ev.PrefixAdopted(1, tuple(range(12)), 13, ((-1, -1, 2),)))
+
+
+def test_a_step_that_is_written_lets_go_of_the_pins_of_steps_before_it() -> None:
+    """Two steps in flight, and only the later one is reported: both are written, no pin stays."""
+    state = run(
+        prefilled(B4, 6),
+        (commands.fork, 0, 1),
+        (commands.append, 1, 2, (7,)),
+        (commands.append, 0, 3, (8,)),
+        (commands.close, 0),
+        (commands.step_written, 3),
+    )
+    assert not state.pins
+    assert (state.held_blocks(), state.free_blocks()) == (2, 6)
+
+
+def test_rows_are_not_copied_in_the_step_that_issues_them() -> None:
+    """Copies run before the writes of their step: the copy would hold what stood there before."""
+    state = run(
+        new_state(B4),
+        (commands.open_sequence, 0),
+        (commands.append, 0, 1, (1, 2, 3)),
+        (commands.fork, 0, 1),
+    )
+    with pytest.raises(IllegalCommand, match="copies run before"):
+        commands.append(state, 1, 1, (4,))
+    assert commands.append(state, 1, 2, (4,))[0] == ev.BlockCopied(1, 2, 0, 0, 0, 1, 3)
+
+
+def test_a_copy_issues_its_step() -> None:
+    """Else rows of an earlier step could be appended behind it, and read what is not copied yet."""
+    state = run(prefilled(B4, 3), (commands.fork, 0, 1))
+    state = apply(state, ev.BlockCopied(1, 5, 0, 0, 0, 1, 3))
+    assert state.issued_step == 5
+    refuse(state, ev.Appended(1, 4, 1, (9,), ((),), "decode"), "step 4 cannot append")
+
+
+def test_a_block_is_not_copied_in_a_table_that_is_empty() -> None:
+    state = run(new_state(B4), (commands.open_sequence, 0))
+    refuse(state, ev.BlockCopied(0, 1, 0, -1, 3, 2, 0), "not the last")
+    opaque = run(new_state(Geometry(4, (Group("opaque"),))), (commands.open_sequence, 0))
+    refuse(opaque, ev.BlockCopied(0, 1, 0, -1, 3, 2, 0), "not the last")
+
+
+@pytest.mark.parametrize("purpose", ["decode", "draft", "lookahead", "pad"])
+def test_a_preempted_sequence_starts_again_with_its_prompt(purpose: str) -> None:
+    state = run(prefilled(B4), (commands.preempt, 0))
+    tokens, rows = (None, 1) if purpose in ("lookahead", "pad") else ((1,), None)
+    with pytest.raises(IllegalCommand, match="is preempted"):
+        commands.append(state, 0, 2, tokens, rows, purpose)
+    with pytest.raises(IllegalCommand, match="is preempted"):
+        commands.append_each(state, 2, [0], tokens, purpose)
+    assert run(state, (commands.append, 0, 2, (1,))).sequences[0].committed == 1
+
+
+def test_a_preempted_sequence_does_not_fork() -> None:
+    state = run(prefilled(B4), (commands.preempt, 0))
+    with pytest.raises(IllegalCommand, match="cannot fork"):
+        commands.fork(state, 0, 1)
+
+
+@pytest.mark.parametrize("token", [-1, -5, 2**64])
+def test_a_draft_token_is_an_unsigned_64_bit_integer(token: int) -> None:
+    """-1 would pass for a lookahead row."""
+    state = prefilled(B4, 5)
+    with pytest.raises(IllegalCommand, match="unsigned 64-bit"):
+        commands.append(state, 0, 2, (token,), purpose="draft")
+    with pytest.raises(IllegalCommand, match="unsigned 64-bit"):
+        commands.append_each(state, 2, [0], (token,), "draft")
+
+
+def test_the_greatest_content_id_can_be_a_draft() -> None:
+    state = run(prefilled(B4, 5), (commands.append, 0, 2, (2**64 - 1,), None, "draft"))
+    assert run(state, (commands.commit, 0, (2**64 - 1,))).sequences[0].tokens[-1] == 2**64 - 1
+
+
+def test_any_number_of_steps_may_be_in_flight() -> None:
+    state = run(new_state(Geometry(4, (Group("full", 99),))), (commands.open_sequence, 0))
+    for step in range(1, 100):
+        state = run(state, (commands.append, 0, step, (step,)))
+    assert run(state, (commands.step_written, 99)).sequences[0].committed == 99
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        ev.Opened(2**64),
+        ev.Opened(1, Namespace(version=-1)),
+        ev.Opened(1, Namespace(version=2**64)),
+        ev.Opened(1, Namespace(salt="\ud800")),
+        ev.Appended(0, 2**64, 1, (1,), ((),), "decode"),
+        ev.AppendedEach(2**64, (0,), (1,), "decode"),
+        ev.AppendedEach(2**64, (0,), (1,), "draft"),
+        ev.BlockEvicted(7, 0, 0),
+        ev.Forked(0, 2**64),
+    ],
+    ids=str,
+)
+def test_a_number_out_of_range_is_an_invariant_broken(event: Event) -> None:
+    state = prefilled(B4, 5)
+    digest = state.digest
+    with pytest.raises(InvariantBroken):
+        apply(state, event)
+    assert state.digest == digest
+
+
+def test_group_minus_one_is_no_group() -> None:
+    """It would name the last group, and leave another digest behind."""
+    state = run(published(B4, 4), (commands.close, 0))
+    (evicted,) = commands.evict(state, 1)
+    assert isinstance(evicted, ev.BlockEvicted)
+    refuse(state, ev.BlockEvicted(-1, evicted.block, evicted.key), "no group -1")
+
+
+def test_lookahead_rows_are_bounded_where_no_block_bounds_them() -> None:
+    state = run(new_state(Geometry(4, (Group("opaque"),))), (commands.open_sequence, 0))
+    with pytest.raises(IllegalCommand, match="at most 65536"):
+        commands.append(state, 0, 1, None, 2**40, "lookahead")
+
+
+@pytest.mark.parametrize(
+    ("step", "seqs", "tokens", "purpose"),
+    [
+        (1, [0, 1], (1, 2), "decode"),
+        (2, [0, 0], (1, 2), "decode"),
+        (2, [0, 7], (1, 2), "decode"),
+        (2, [0, 1], (1,), "decode"),
+        (2, [0, 1], (1, -2), "decode"),
+        (2, [0, 1], (1, "x"), "decode"),
+        (2, [0, 1], None, "decode"),
+        (2, [0, 1], (1, 2), "lookahead"),
+        (2, [0, 1], (1, 2), "other"),
+        (2, [0, 2], (1, 2), "decode"),
+        (2, [0, 3], (1, 2), "decode"),
+        (2, [], (), "decode"),
+    ],
+)
+def test_append_each_refuses_what_single_appends_refuse(
+    step: int, seqs: list[int], tokens: tuple[int, ...], purpose: str
+) -> None:
+    """Sequence 2 ends in a pad, 3 in a draft row."""
+    state = prefilled(B4, 5)
+    for seq in (1, 2, 3):
+        state = run(state, (commands.fork, 0, seq), (commands.append, seq, 2, (9,)))
+    state = run(state, (commands.append, 2, 2, None, 1, "pad"))
+    state = run(state, (commands.append, 3, 2, (1,), None, "draft"))
+    with pytest.raises(IllegalCommand):
+        commands.append_each(state, step, seqs, tokens, purpose)
+
+
+def test_the_last_of_those_that_share_a_block_writes_it_in_place() -> None:
+    """n sequences fork one prompt: a step of all of them copies its tail n - 1 times, not n."""
+    state = run(prefilled(B4, 6), (commands.fork, 0, 1), (commands.fork, 0, 2))
+    events = commands.append_each(state, 2, [0, 1, 2], (7, 8, 9), "decode")
+    assert [event for event in events if isinstance(event, ev.BlockCopied)] == [
+        ev.BlockCopied(0, 2, 0, 1, 1, 2, 2),
+        ev.BlockCopied(1, 2, 0, 1, 1, 3, 2),
+    ]
+    after = apply_all(state, events)
+    invariants.check_all(after)
+    assert [after.sequences[seq].tables for seq in range(3)] == [((0, 2),), ((0, 3),), ((0, 1),)]
+
+
+def test_pool_exhausted_counts_copies_and_new_blocks_together() -> None:
+    """An append of 5 rows behind a shared tail of 2: one copy, one new block; none is free."""
+    geometry = Geometry(4, (Group("full", 2),))
+    state = run(prefilled(geometry, 6), (commands.fork, 0, 1))
+    assert commands.blocks_needed(state, 1, 5) == (2,)
+    with pytest.raises(PoolExhausted) as refused:
+        commands.append(state, 1, 2, (1, 2, 3, 4, 5))
+    assert (refused.value.needed, refused.value.free, refused.value.cached) == (2, 0, 0)
+
+
+def test_a_block_whose_parent_left_the_index_is_not_published() -> None:
+    """A window of 1 lets a block go as soon as it is full; evicted, its child has no parent."""
+    geometry = Geometry(4, (Group("window", 4, window=1),))
+    state = run(published(geometry, 4), (commands.front_trims, 0), (commands.flush,))
+    assert not state.entries
+    state = run(state, (commands.append, 0, 2, (4, 5, 6, 7)), (commands.step_written, 2))
+    assert commands.publish(state, 0) == ()
+
+
+def test_a_block_behind_a_hole_is_published_below_its_parent_in_the_index() -> None:
+    geometry = Geometry(4, (Group("window", 4, window=1),))
+    state = run(published(geometry, 4), (commands.front_trims, 0))
+    assert state.sequences[0].tables == ((-1,),)
+    state = run(
+        state,
+        (commands.append, 0, 2, (4, 5, 6, 7)),
+        (commands.step_written, 2),
+        (commands.publish, 0),
+    )
+    assert commands.lookup(state, Namespace(), tuple(range(8))).rows == 8
