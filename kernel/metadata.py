@@ -76,15 +76,10 @@ class StepMetadata:
         """Physical rows of `positions` of `pieces`, read through the tables; -1 where none is."""
         size = self.geometry.block_size
         table = self.tables[group]
-        index = np.minimum(positions // size, table.shape[1] - 1)
-        blocks = table[pieces, index].astype(np.int64)
-        return np.where(blocks < 0, NO_BLOCK, blocks * size + positions % size)
-
-    def visible(self, group: int, row: int) -> int:
-        """How many rows batch row `row` attends to in `group`, sinks included."""
-        live_from = int(self.live_from[group, row])
-        sink = self.geometry.groups[group].sink
-        return int(self.until[row]) - live_from + min(sink, live_from)
+        index = positions // size
+        inside = index < table.shape[1]
+        blocks = table[pieces, np.where(inside, index, 0)].astype(np.int64)
+        return np.where(inside & (blocks >= 0), blocks * size + positions % size, NO_BLOCK)
 
 
 @frozen(eq=False)

@@ -28,26 +28,22 @@ from .forward import Forward
 from .metadata import BadBatch, StepMetadata, build
 from .pages import Pages, PageStep
 from .probe import probe
-from .sampling import Samples, plan_samples, sample
+from .sampling import plan_samples, sample
 from .shadow import EDGES, Shadow
 
 
 @frozen(eq=False)
 class Ticket:
-    """A step under way: what is known already, and arrays that are being computed."""
+    """A step under way: what is known already, and arrays that are being computed.
 
-    sampled: tuple[int, ...]
+    outputs: all that goes to eval, never a page array: tokens, logits and margins, or the forward's
+    anchor where nothing samples. Emptied by a failure, so that no one's ticket holds on to a graph.
+    """
+
+    metadata: StepMetadata
     observation: Observation
     shadow: ShadowReport
-    samples: Samples | None
-    anchor: mx.array
-
-    @property
-    def outputs(self) -> list[mx.array]:
-        """All that goes to eval: never a page array."""
-        if self.samples is None:
-            return [self.anchor]
-        return [self.samples.tokens, self.samples.logits, self.samples.margins]
+    outputs: list[mx.array]
 
 
 @frozen(eq=False)
@@ -57,8 +53,7 @@ class _Built:
     metadata: StepMetadata
     pages: PageStep
     observation: Observation
-    samples: Samples | None
-    anchor: mx.array
+    outputs: list[mx.array]
 
 
 class ModelKernel:
@@ -116,19 +111,21 @@ class ModelKernel:
         """Wait for a step's samples. Raises EvalFailed."""
         assert isinstance(ticket, Ticket)
         failure = ""
-        columns: list[list[Any]] = []
+        columns: list[list[Any]] = [[], [], []]
         try:
             mx.eval(ticket.outputs)
-            columns = [np.array(array).tolist() for array in ticket.outputs]
+            if ticket.metadata.sampled:
+                columns = [np.array(array).tolist() for array in ticket.outputs]
         except Exception as error:
             failure = describe(error)
         if failure:
+            ticket.outputs.clear()
             raise EvalFailed(failure)
-        tokens, logits, margins = columns if ticket.samples is not None else ([], [], [])
+        tokens, logits, margins = columns
         return StepResult(
             observation=ticket.observation,
             shadow=ticket.shadow,
-            sampled=ticket.sampled,
+            sampled=ticket.metadata.sampled,
             tokens=tuple(tokens),
             logits=tuple(logits),
             margins=tuple(margins),
@@ -158,12 +155,13 @@ class ModelKernel:
         context = StepContext(metadata)
         pages = self._pages.begin()
         logits, anchor, observation = self._forward.run(context, pages)
-        samples = None
+        outputs = [anchor]
         if logits is not None:
             asked = [batch.pieces[i] for i in metadata.sampled]
             plan = plan_samples((p.parameters, p.sample_position or 0) for p in asked)
             samples = sample(logits, plan)
-        return _Built(metadata, pages, observation, samples, anchor)
+            outputs = [samples.tokens, samples.logits, samples.margins]
+        return _Built(metadata, pages, observation, outputs)
 
     def _check_tokens(self, batch: Batch, metadata: StepMetadata) -> None:
         """MLX reads beyond an embedding without an error."""
@@ -179,15 +177,14 @@ class ModelKernel:
     def _start(self, built: _Built, report: ShadowReport) -> Ticket:
         """Hand the graph to MLX; from here on the pages are what the step makes of them."""
         self._pages.commit(built.pages)
-        ticket = Ticket(
-            built.metadata.sampled, built.observation, report, built.samples, built.anchor
-        )
+        ticket = Ticket(built.metadata, built.observation, report, built.outputs)
         failure = ""
         try:
             mx.async_eval(ticket.outputs)  # type: ignore[no-untyped-call]
         except Exception as error:
             failure = describe(error)
         if failure:
+            ticket.outputs.clear()
             raise EvalFailed(failure)
         return ticket
 

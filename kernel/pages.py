@@ -77,7 +77,9 @@ class Pages:
 
     def reset(self) -> None:
         """Throw the arrays away unread and make new ones, zeroed."""
-        self._keys, self._values = [], []
+        # In place: a failed step's frames, kept by its exception, may still name these lists.
+        self._keys.clear()
+        self._values.clear()
         size = self._geometry.block_size
         for layer in self._layers:
             rows = (self._geometry.groups[layer.group].num_blocks, size, layer.kv_heads)
