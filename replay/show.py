@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from statemachine.events import Event
+from statemachine.events import Closed, Event, PoolReset
 from statemachine.records import (
     Finished,
     Record,
@@ -47,18 +47,21 @@ def step_lines(path: str, step: int) -> Iterator[str]:
 
 def sequence_lines(path: str, seq: int) -> Iterator[str]:
     """Every record and event that concerns a sequence, in order."""
-    tape, found = Tape(path), False
+    tape, found, live = Tape(path), False, False
     for record in tape:
         if isinstance(record, RequestArrived | RequestCancelled | Finished):
             if record.request == seq:
                 found = True
                 yield from _record_lines(record, seq)
         elif isinstance(record, StepPlanned | StepDone | StepFailed):
-            lines = list(_event_lines(record.events, seq))
-            if lines:
-                found = True
+            named = [it for it in record.events if concerns(it, seq)]
+            if all(isinstance(it, PoolReset) for it in named) and not live:
+                continue
+            found = True
+            live = not any(isinstance(it, Closed) for it in named)
+            if named:
                 yield f"step {record.step} {type(record).__name__}"
-                yield from lines
+                yield from _event_lines(record.events, seq)
     if not found:
         raise Unusable(f"{path} knows of no sequence {seq}")
 
