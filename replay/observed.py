@@ -6,9 +6,9 @@ from the sequences alone, so that both sides share no computation but the hash o
 
 from __future__ import annotations
 
+import struct
 from typing import NoReturn, TypeVar
 
-import numpy as np
 from msgspec import Struct
 from xxhash import xxh3_64_intdigest
 
@@ -292,7 +292,7 @@ class Observer:
 
 def table_hash(table: tuple[int, ...]) -> int:
     """xxh3_64 of block ids as int32, little-endian: how a table stands on tape (records.py)."""
-    return xxh3_64_intdigest(np.array(table, "<i4").tobytes())
+    return xxh3_64_intdigest(struct.pack(f"<{len(table)}i", *table))
 
 
 def tag_text(tag: int) -> str:

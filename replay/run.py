@@ -6,7 +6,9 @@ record, the earliest event wins, and the fold before the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 from attrs import define, field, frozen
@@ -95,8 +97,24 @@ def checker_for(options: Options, fold: Fold) -> Checker | None:
     return None
 
 
+@contextmanager
+def _few_collections() -> Iterator[None]:
+    """A replay makes frozen values without cycles, which the collector would walk in vain."""
+    before = gc.get_threshold()
+    gc.set_threshold(100_000, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
 def replay(path: str, options: Options) -> Outcome:
     """Replay a tape. Raises Unusable where it cannot be read, or not at this depth."""
+    with _few_collections():
+        return _replay(path, options)
+
+
+def _replay(path: str, options: Options) -> Outcome:
     tape = Tape(path)
     fold = Fold(options.invariants, options.only)
     checker = checker_for(options, fold)
