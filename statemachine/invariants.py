@@ -63,6 +63,13 @@ def references_are_counted(state: State) -> Iterator[str]:
             yield f"group {group}: blocks {sorted({*refs, *pins})} are in a table and not in use"
 
 
+def pins_wait_for_a_step(state: State) -> Iterator[str]:
+    """A pin lasts until its step is written, so none is left of a step that was."""
+    for step in state.pins:
+        if not state.written_step < step <= state.issued_step:
+            yield f"step {step} has pins; steps {state.written_step + 1} on are in flight"
+
+
 def tables_cover_the_offset(state: State) -> Iterator[str]:
     """Each table has exactly the blocks of the offset; holes lie before the window only."""
     for sequence in state.sequences.values():
@@ -194,6 +201,7 @@ ALL: tuple[Check, ...] = (
     blocks_add_up,
     queues_are_sound,
     references_are_counted,
+    pins_wait_for_a_step,
     tables_cover_the_offset,
     starts_leave_the_window,
     rows_are_ordered,

@@ -43,13 +43,13 @@ class Script:
         self.state = new_state(geometry)
         self._names: dict[str, int] = {}
         self._hits: dict[str, Hit] = {}
-        self._unwritten = False
-        self._step = 0
 
     def run(self, line: Line) -> None:
         """Carry out one line, `repeat` times. Raises AssertionError or StateMachineError."""
-        repeat = line.get("repeat", 1)
-        if not isinstance(repeat, int) or repeat < 1:
+        if not isinstance(line, dict):
+            raise _Unusable(f"a command is a JSON object, not {line!r}")
+        repeat = _field(line, "repeat", int) if "repeat" in line else 1
+        if repeat < 1:
             raise _Unusable(f"repeat must be a number from 1 on, not {repeat!r}")
         for _ in range(repeat):
             self._run_once(line)
@@ -59,27 +59,33 @@ class Script:
         if refused is None or refused is False:
             self._dispatch(line)
             return
-        before = self.state, dict(self._names), self._step, self._unwritten
+        if refused is not True and (not isinstance(refused, str) or refused not in _KINDS):
+            raise _Unusable(f"error is true, or one of {', '.join(_KINDS)}")
+        before = self._kept()
         try:
             self._dispatch(line)
         except StateMachineError as error:
-            self.state, self._names, self._step, self._unwritten = before
+            self.state, self._names, self._hits = before
             _require_kind(refused, error)
             return
         raise AssertionError(f"was carried out, and should have been refused ({refused})")
+
+    def _kept(self) -> tuple[State, dict[str, int], dict[str, Hit]]:
+        """What a refusal must leave as it was."""
+        return self.state, dict(self._names), dict(self._hits)
 
     def _dispatch(self, line: Line) -> None:
         if "do" in line:
             self._do(line)
         elif "expect" in line:
-            self._expect(line["expect"])
+            self._expect(_field(line, "expect", dict))
         elif "event" in line:
             self._raw_event(line["event"])
         else:
             raise _Unusable("a line says do, expect or event")
 
     def _do(self, line: Line) -> None:
-        action = _ACTIONS.get(line["do"])
+        action = _ACTIONS.get(_field(line, "do", str))
         if action is None:
             raise _Unusable(f"there is no command {line['do']!r}; there are {', '.join(_ACTIONS)}")
         action(self, line)
@@ -119,25 +125,25 @@ class Script:
         self._names[name] = child
 
     def _append(self, line: Line) -> None:
-        tokens, rows = line.get("tokens"), line.get("rows")
-        step = self.state.issued_step + 1 if not self._unwritten else self._step
+        tokens = tuple(_field(line, "tokens", list)) if line.get("tokens") is not None else None
+        written = line.get("written", True)
+        if not isinstance(written, bool):
+            raise _Unusable(f"written is true or false, not {written!r}")
+        step = self.state.issued_step + 1
         events = commands.append(
             self.state,
             self._seq(line),
             step,
-            None if tokens is None else tuple(_field(line, "tokens", list)),
-            rows,
+            tokens,
+            _field(line, "rows", int) if line.get("rows") is not None else None,
             _field(line, "purpose", str),
         )
         self._apply(events)
-        self._step = step
-        self._unwritten = line.get("written", True) is False
-        if not self._unwritten:
+        if written:
             self._apply(commands.step_written(self.state, step))
 
     def _written(self, _line: Line) -> None:
-        self._apply(commands.step_written(self.state, self._step))
-        self._unwritten = False
+        self._apply(commands.step_written(self.state, self.state.issued_step))
 
     def _lookup(self, line: Line) -> None:
         tokens = tuple(_field(line, "tokens", list))
@@ -148,7 +154,8 @@ class Script:
         seq = self._seq(line)
         if "from" in line:
             hit = self._hit(_field(line, "from", str))
-            self._apply(commands.adopt(self.state, seq, hit.tokens, hit))
+            tokens = tuple(_field(line, "tokens", list)) if "tokens" in line else hit.tokens
+            self._apply(commands.adopt(self.state, seq, tokens, hit))
         else:
             self._apply(commands.adopt(self.state, seq, tuple(_field(line, "tokens", list))))
 
@@ -159,12 +166,12 @@ class Script:
 
     def _all(self, line: Line) -> None:
         """All of the commands or none."""
-        before = self.state, dict(self._names), self._step, self._unwritten
+        before = self._kept()
         try:
             for command in _field(line, "commands", list):
                 self.run(command)
         except (StateMachineError, AssertionError):
-            self.state, self._names, self._step, self._unwritten = before
+            self.state, self._names, self._hits = before
             raise
 
     def _raw_event(self, raw: Line) -> None:
@@ -177,7 +184,7 @@ class Script:
 
     def _expect(self, expected: Line) -> None:
         if "lookup" in expected:
-            found: dict[str, Any] = {"rows": self._hit(expected["lookup"]).rows}
+            found: dict[str, Any] = {"rows": self._hit(_field(expected, "lookup", str)).rows}
         elif "seq" in expected:
             seq = self._seq(expected)
             if seq not in self.state.sequences:
@@ -196,9 +203,12 @@ class Script:
 
 def _field(line: Line, name: str, kind: type) -> Any:
     value = line.get(name)
-    if not isinstance(value, kind):
-        raise _Unusable(f"{name!r} must be given, as a {kind.__name__}")
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise _Unusable(f"{name!r} must be given, as {_JSON_NAMES[kind]}")
     return value
+
+
+_JSON_NAMES = {str: "a text", int: "a whole number", list: "a list", dict: "an object"}
 
 
 def _rows(command: Callable[[State, int, int], commands.Events]) -> Callable[[Script, Line], None]:
@@ -227,7 +237,9 @@ def _front_trim(script: Script, line: Line) -> None:
 
 
 def _evict(script: Script, line: Line) -> None:
-    script._apply(commands.evict(script.state, line.get("blocks", 1), line.get("group")))
+    blocks = _field(line, "blocks", int) if "blocks" in line else 1
+    group = _field(line, "group", int) if "group" in line else None
+    script._apply(commands.evict(script.state, blocks, group))
 
 
 def _flush(script: Script, _line: Line) -> None:
@@ -236,7 +248,6 @@ def _flush(script: Script, _line: Line) -> None:
 
 def _pool_reset(script: Script, _line: Line) -> None:
     script._apply(commands.pool_reset(script.state))
-    script._unwritten = False
 
 
 _ACTIONS: dict[str, Callable[[Script, Line], None]] = {
@@ -268,11 +279,7 @@ _KINDS: dict[str, type[StateMachineError]] = {
 
 
 def _require_kind(wanted: object, error: StateMachineError) -> None:
-    if wanted is True:
-        return
-    if not isinstance(wanted, str) or wanted not in _KINDS:
-        raise _Unusable(f"error is true, or one of {', '.join(_KINDS)}")
-    if not isinstance(error, _KINDS[wanted]):
+    if isinstance(wanted, str) and not isinstance(error, _KINDS[wanted]):
         raise AssertionError(f"was refused as {type(error).__name__}, not {wanted}: {error}")
 
 
@@ -290,8 +297,10 @@ def check(lines: Iterable[str]) -> int:
                 script = _begin(line)
             else:
                 script.run(line)
-        except (StateMachineError, AssertionError, _Unusable, TypeError, OverflowError) as error:
+        except (StateMachineError, AssertionError, _Unusable) as error:
             raise ScriptError(number, _sentence(error)) from error
+        except RecursionError as error:
+            raise ScriptError(number, "commands are nested too deeply") from error
     if script is None:
         raise ScriptError(0, "the script is empty: its first line gives the geometry")
     return count
