@@ -233,7 +233,7 @@ def append_each(
         row = None if tokens is None else (tokens[place],)
         sequence = state.sequences[seqs[place]]
         events += _append(state, supplies, moved, sequence, step, 1, row, purpose)
-    if doubtful or _columns_are_doubtful(state, step, tokens, purpose):
+    if doubtful or moved or _columns_are_doubtful(state, step, tokens, purpose):
         return _checked(state, tuple(events))
     return tuple(events)
 

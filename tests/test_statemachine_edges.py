@@ -260,3 +260,14 @@ def test_a_block_behind_a_hole_is_published_below_its_parent_in_the_index() -> N
         (commands.publish, 0),
     )
     assert commands.lookup(state, Namespace(), tuple(range(8))).rows == 8
+
+
+def test_append_each_copies_no_rows_that_the_same_step_issues() -> None:
+    state = run(
+        new_state(B4),
+        (commands.open_sequence, 0),
+        (commands.append, 0, 1, (1, 2, 3)),
+        (commands.fork, 0, 1),
+    )
+    with pytest.raises(IllegalCommand, match="copies run before"):
+        commands.append_each(state, 1, [0, 1], (4, 4), "decode")
