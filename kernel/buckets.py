@@ -45,7 +45,7 @@ class Tile:
 class View:
     """What a bucket reads in one group: slots [B, S] (physical rows; 0 where filled up)."""
 
-    slots: Longs
+    slots: Longs | Ints
     tiles: tuple[Tile, ...]
 
 
@@ -109,23 +109,38 @@ def _bucket(metadata: StepMetadata, pieces: Longs) -> Bucket:
 
 def _view(metadata: StepMetadata, group: int, pieces: Longs, rows: Longs) -> View:
     """Keys of a bucket in one group: the sinks, then the live rows, in position order."""
-    sink = metadata.geometry.groups[group].sink
     low = metadata.live_from[group, rows[:, 0]].astype(np.int64)
-    sinks = np.minimum(sink, low)
+    sinks = np.minimum(metadata.geometry.groups[group].sink, low)
     counts = metadata.until[rows[:, -1]] - low + sinks
     index = np.arange(int(counts.max()))
-    positions = np.where(index < sinks[:, None], index, (low - sinks)[:, None] + index)
+    slots: Longs | Ints
+    if low.any():
+        positions = np.where(index < sinks[:, None], index, (low - sinks)[:, None] + index)
+        positions = np.minimum(positions, metadata.until[rows[:, -1:]] - 1)
+        slots = metadata.slots_of(group, pieces[:, None], positions)
+    else:
+        positions = index[None]
+        slots = _first_slots(metadata, group, pieces, len(index))
     valid = index < counts[:, None]
-    positions = np.where(valid, positions, 0)
-    slots = metadata.slots_of(group, pieces[:, None], positions)
     missing = valid & (slots < 0)
     if metadata.geometry.groups[group].paged and missing.any():
         piece, key = np.argwhere(missing)[0].tolist()
         seq = metadata.seqs[int(pieces[piece])]
-        where = f"position {int(positions[piece, key])} of sequence {seq}"
+        where = f"row {key} of {int(counts[piece])} of sequence {seq}"
         raise BadBatch(f"group {group} would read {where}, which has no block", seq)
     seen = _Seen(metadata, group, rows, positions, valid)
-    return View(np.where(valid, slots, 0), _tiles(seen))
+    return View(np.maximum(slots, 0), _tiles(seen))
+
+
+def _first_slots(metadata: StepMetadata, group: int, pieces: Longs, rows: int) -> Ints:
+    """Physical rows of positions [0, rows), as slots_of has them, without a division for each."""
+    size = metadata.geometry.block_size
+    blocks = metadata.tables[group][pieces, : -(-rows // size)]
+    spread = np.where(blocks < 0, -size, blocks * size)[:, :, None] + np.arange(
+        size, dtype=np.int32
+    )
+    slots: Ints = spread.reshape(len(pieces), -1)[:, :rows]
+    return slots
 
 
 @frozen(eq=False)
@@ -142,11 +157,12 @@ class _Seen:
         """[B, end - begin, keys], True where the query sees the key."""
         rows = self.rows[:, begin:end]
         until: Ints = self.metadata.until[rows][:, :, None]
-        live_from = self.metadata.live_from[self.group, rows][:, :, None]
         positions = self.positions[:, None, :keys]
-        sink = self.metadata.geometry.groups[self.group].sink
-        live = (positions >= live_from) | (positions < sink)
-        mask: Bools = self.valid[:, None, :keys] & (positions < until) & live
+        mask: Bools = self.valid[:, None, :keys] & (positions < until)
+        live_from: Ints = self.metadata.live_from[self.group, rows][:, :, None]
+        if live_from.any():
+            sink = self.metadata.geometry.groups[self.group].sink
+            mask &= (positions >= live_from) | (positions < sink)
         return mask
 
 

@@ -48,8 +48,9 @@ class StepContext:
         key = (bucket, group, heads)
         if key not in self._reads:
             slots = self.buckets[bucket].views[group].slots
-            flat = slots[:, None, :] * heads + np.arange(heads)[None, :, None]
-            self._reads[key] = _index(flat)
+            scaled = slots.astype(np.uint32)[:, None, :] * np.uint32(heads)
+            lanes = np.arange(heads, dtype=np.uint32)[None, :, None]
+            self._reads[key] = mx.array(scaled + lanes)
         return self._reads[key]
 
     def bias(self, bucket: int, group: int, tile: int) -> mx.array | None:

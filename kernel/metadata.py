@@ -14,6 +14,7 @@ Rows of a batch, in batch order (T rows, P pieces, G groups):
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -156,9 +157,10 @@ def _table(pieces: tuple[Piece, ...], group: int, geometry: Geometry) -> Ints:
     table = np.full((len(pieces), max(covers, default=1)), NO_BLOCK, np.int32)
     if not geometry.groups[group].paged:
         return table
-    for number, (piece, cover) in enumerate(zip(pieces, covers, strict=True)):
-        blocks = piece.sequence.tables[group][:cover]
-        table[number, : len(blocks)] = blocks
+    used = [p.sequence.tables[group][:n] for p, n in zip(pieces, covers, strict=True)]
+    counts = np.array([len(blocks) for blocks in used], np.int64)
+    filled = np.arange(table.shape[1]) < counts[:, None]
+    table[filled] = np.fromiter(chain.from_iterable(used), np.int32, int(counts.sum()))
     return table
 
 

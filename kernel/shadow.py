@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from attrs import define, field
 
-from statemachine.events import BlockCopied
+from statemachine.events import NO_BLOCK, BlockCopied
 from statemachine.geometry import Geometry
 from statemachine.records import ShadowFinding, ShadowReport
 from statemachine.sequence import Sequence
@@ -52,6 +52,7 @@ class Shadow:
         self._expected = _Expected(geometry)
         self.tags: list[Tags] = []
         self._tables: OrderedDict[int, tuple[Ints, ...]] = OrderedDict()
+        self._last: tuple[tuple[int, ...], tuple[Ints, ...]] = ((), ())
         self.reset()
 
     @property
@@ -64,6 +65,7 @@ class Shadow:
         rows = [group.num_blocks * size for group in self._geometry.groups]
         self.tags = [np.full(count, UNWRITTEN, np.uint64) for count in rows]
         self._tables.clear()
+        self._last = ((), ())
 
     def copy_blocks(self, copies: Items[BlockCopied]) -> None:
         """Whole blocks, as the pages do."""
@@ -78,29 +80,33 @@ class Shadow:
         if self._mode == OFF:
             return ShadowReport()
         self.copy_blocks(metadata.copies)
-        self._write(batch, metadata)
+        newest = self._write(batch, metadata)
         report = _Report()
         for group, spec in enumerate(self._geometry.groups):
-            if spec.paged:
-                compare = self._compare_all if self._mode == FULL else self._compare_edges
-                compare(batch, metadata, group, report)
-        self._remember(metadata)
+            if spec.paged and self._mode == FULL:
+                self._compare_all(batch, metadata, group, report)
+            elif spec.paged:
+                self._compare_edges(batch, metadata, group, newest, report)
+        self._last = (metadata.seqs, metadata.tables)
         return report.frozen()
 
-    def _write(self, batch: Batch, metadata: StepMetadata) -> None:
-        """Tag the step's rows with what their sequences say that they are."""
+    def _write(self, batch: Batch, metadata: StepMetadata) -> list[int]:
+        """Tag the step's rows with what their sequences say they are; each piece's last tag."""
         written: list[int] = []
+        newest: list[int] = []
         for piece in batch.pieces:
             sequence, rows = piece.sequence, piece.rows
+            end = sequence.offset
             if rows == 1:
-                written.append(self._expected.row(sequence, sequence.offset - 1))
+                written.append(self._expected.row(sequence, end - 1))
             else:
-                end = sequence.offset
                 written.extend(self._expected.rows(sequence, end - rows, end))
+            newest.append(written[-1])
         tags = np.array(written, np.uint64)
         for group, spec in enumerate(self._geometry.groups):
             if spec.paged:
                 self.tags[group][metadata.slots[group]] = tags
+        return newest
 
     def _compare_all(
         self, batch: Batch, metadata: StepMetadata, group: int, report: _Report
@@ -117,50 +123,61 @@ class Shadow:
             self._compare(check, np.concatenate(expected), report)
 
     def _compare_edges(
-        self, batch: Batch, metadata: StepMetadata, group: int, report: _Report
+        self,
+        batch: Batch,
+        metadata: StepMetadata,
+        group: int,
+        newest: list[int],
+        report: _Report,
     ) -> None:
-        numbers: list[int] = []
-        positions: list[int] = []
-        expected: list[int] = []
-        firsts = metadata.positions[metadata.first].tolist()
-        lows = metadata.live_from[group, metadata.first].tolist()
-        fresh = self._new_block_ends(metadata, group)
-        for number, piece in enumerate(batch.pieces):
-            sequence, start, low = piece.sequence, firsts[number], lows[number]
-            if start > low:
-                numbers.append(number)
-                positions.append(start - 1)
-                expected.append(self._expected.row(sequence, start - 1))
-            last = start + piece.rows - 1
-            numbers.append(number)
-            positions.append(last)
-            expected.append(self._expected.row(sequence, last))
-            for position in fresh.get(number, ()):
-                numbers.append(number)
-                positions.append(position)
-                expected.append(self._expected.row(sequence, position))
-        check = _Check(metadata, group, np.array(numbers, np.int64), np.array(positions, np.int64))
-        self._compare(check, np.array(expected, np.uint64), report)
+        """The row before each piece, its last row (whose tag `newest` is), and new blocks."""
+        starts = metadata.positions[metadata.first]
+        before = np.flatnonzero(starts > metadata.live_from[group, metadata.first])
+        row, pieces = self._expected.row, batch.pieces
+        places = [(number, int(starts[number]) - 1) for number in before.tolist()]
+        places += self._new_block_ends(metadata, group)
+        expected = [row(pieces[number].sequence, position) for number, position in places]
+        lasts = starts + metadata.rows - 1
+        for number in np.flatnonzero(lasts != metadata.end - 1).tolist():
+            newest[number] = row(pieces[number].sequence, int(lasts[number]))
+        asked = np.array(places, np.int64).reshape(-1, 2)
+        check = _Check(
+            metadata,
+            group,
+            np.concatenate([asked[:, 0], np.arange(len(pieces))]),
+            np.concatenate([asked[:, 1], lasts]),
+        )
+        self._compare(check, np.array(expected + newest, np.uint64), report)
 
-    def _new_block_ends(self, metadata: StepMetadata, group: int) -> dict[int, list[int]]:
-        """Last read position in each block that is new in a piece's table, by piece."""
+    def _new_block_ends(self, metadata: StepMetadata, group: int) -> list[tuple[int, int]]:
+        """(piece, last position read) of each block that is new in a piece's table."""
         table = metadata.tables[group]
-        before = np.full_like(table, -1)
-        for number, seq in enumerate(metadata.seqs):
-            known = self._tables.get(seq)
-            if known is not None:
-                width = min(len(known[group]), table.shape[1])
-                before[number, :width] = known[group][:width]
-        fresh = (table != before) & (np.arange(table.shape[1]) < metadata.covers[:, None])
+        fresh = table != self._table_before(metadata, group)
+        fresh &= np.arange(table.shape[1]) < metadata.covers[:, None]
         size, sink = self._geometry.block_size, self._geometry.groups[group].sink
-        ends: dict[int, list[int]] = {}
+        ends: list[tuple[int, int]] = []
         for number, index in np.argwhere(fresh).tolist():
             first = int(metadata.first[number])
             end = int(metadata.until[first + int(metadata.rows[number]) - 1])
             position = min(end, (index + 1) * size) - 1
             if position >= metadata.live_from[group, first] or position < sink:
-                ends.setdefault(number, []).append(position)
+                ends.append((number, position))
         return ends
+
+    def _table_before(self, metadata: StepMetadata, group: int) -> Ints:
+        """The pieces' tables as their sequences' last steps used them, as wide as they are now."""
+        table = metadata.tables[group]
+        before = np.full_like(table, NO_BLOCK)
+        if self._last[0] == metadata.seqs:
+            known = self._last[1][group][:, : table.shape[1]]
+            before[:, : known.shape[1]] = known
+            return before
+        self._remember(*self._last)
+        for number, seq in enumerate(metadata.seqs):
+            if seq in self._tables:
+                row = self._tables[seq][group][: table.shape[1]]
+                before[number, : len(row)] = row
+        return before
 
     def _compare(self, check: _Check, expected: Tags, report: _Report) -> None:
         metadata, group = check.metadata, check.group
@@ -181,11 +198,11 @@ class Shadow:
                 )
             )
 
-    def _remember(self, metadata: StepMetadata) -> None:
-        """Keep the tables as this step saw them; sequences not seen for long are dropped."""
+    def _remember(self, seqs: tuple[int, ...], tables: tuple[Ints, ...]) -> None:
+        """Keep a step's tables by sequence; those not seen for long are dropped."""
         known = self._tables
-        for number, seq in enumerate(metadata.seqs):
-            known[seq] = tuple(table[number] for table in metadata.tables)
+        for number, seq in enumerate(seqs):
+            known[seq] = tuple(table[number].copy() for table in tables)
             known.move_to_end(seq)
         while len(known) > SEQUENCES_MAX:
             known.popitem(last=False)
@@ -217,6 +234,8 @@ class _Expected:
     def __init__(self, geometry: Geometry) -> None:
         self._geometry = geometry
         self._blocks: OrderedDict[tuple[int, int, bytes], Tags] = OrderedDict()
+        self._runs: OrderedDict[int, tuple[tuple[int, ...], tuple[bytes, ...], Tags]]
+        self._runs = OrderedDict()
 
     def rows(self, sequence: Sequence, first: int, end: int) -> list[int]:
         """Rows [first, end); a row beyond the sequence's offset should not be there at all."""
@@ -235,21 +254,29 @@ class _Expected:
         return row_tag(self._geometry, sequence.block_parent(index), tokens)
 
     def span(self, sequence: Sequence, first: int, end: int) -> Tags:
-        """Rows [first, end) as an array; full blocks' tags come from a cache by content."""
-        size = self._geometry.block_size
-        full = min(end // size, len(sequence.keys))
-        parts: list[Tags] = []
-        position = first
-        while position < end:
-            index = position // size
-            if index < full:
-                stop = (index + 1) * size
-                parts.append(self._block(sequence, index)[position % size :])
-            else:
-                stop = end
-                parts.append(np.array(self.rows(sequence, position, end), np.uint64))
-            position = stop
-        return np.concatenate(parts) if parts else np.empty(0, np.uint64)
+        """Rows [first, end) as an array; those in full blocks come from a cache by content."""
+        known = self._full_blocks(sequence)
+        head = known[first : min(end, len(known))]
+        start = max(first, len(known))
+        if start >= end:
+            return head
+        return np.concatenate([head, np.array(self.rows(sequence, start, end), np.uint64)])
+
+    def _full_blocks(self, sequence: Sequence) -> Tags:
+        """Tags of all rows in full committed blocks. What is remembered for the sequence's id is
+        used as far as its content, keys and tokens, is still the same.
+        """
+        keys, packed = sequence.keys, sequence.packed
+        old_keys, old_packed, tags = self._runs.pop(sequence.id, ((), (), np.empty(0, np.uint64)))
+        if keys[: len(old_keys)] != old_keys or packed[: len(old_packed)] != old_packed:
+            old_keys, tags = (), tags[:0]
+        fresh = [self._block(sequence, index) for index in range(len(old_keys), len(keys))]
+        if fresh:
+            tags = np.concatenate([tags, *fresh])
+        self._runs[sequence.id] = (keys, packed, tags)
+        if len(self._runs) > SEQUENCES_MAX:
+            self._runs.popitem(last=False)
+        return tags
 
     def _block(self, sequence: Sequence, index: int) -> Tags:
         """Tags of a full committed block. The key names parent and tokens, and both are compared:
