@@ -120,7 +120,7 @@ def _view(metadata: StepMetadata, group: int, pieces: Longs, rows: Longs) -> Vie
         slots = metadata.slots_of(group, pieces[:, None], positions)
     else:
         positions = index[None]
-        slots = _first_slots(metadata, group, pieces, len(index))
+        slots = metadata.first_slots(group, pieces, len(index))
     valid = index < counts[:, None]
     missing = valid & (slots < 0)
     if metadata.geometry.groups[group].paged and missing.any():
@@ -130,17 +130,6 @@ def _view(metadata: StepMetadata, group: int, pieces: Longs, rows: Longs) -> Vie
         raise BadBatch(f"group {group} would read {where}, which has no block", seq)
     seen = _Seen(metadata, group, rows, positions, valid)
     return View(np.maximum(slots, 0), _tiles(seen))
-
-
-def _first_slots(metadata: StepMetadata, group: int, pieces: Longs, rows: int) -> Ints:
-    """Physical rows of positions [0, rows), as slots_of has them, without a division for each."""
-    size = metadata.geometry.block_size
-    blocks = metadata.tables[group][pieces, : -(-rows // size)]
-    spread = np.where(blocks < 0, -size, blocks * size)[:, :, None] + np.arange(
-        size, dtype=np.int32
-    )
-    slots: Ints = spread.reshape(len(pieces), -1)[:, :rows]
-    return slots
 
 
 @frozen(eq=False)

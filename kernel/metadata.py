@@ -82,6 +82,17 @@ class StepMetadata:
         blocks = table[pieces, np.where(inside, index, 0)].astype(np.int64)
         return np.where(inside & (blocks >= 0), blocks * size + positions % size, NO_BLOCK)
 
+    def first_slots(self, group: int, pieces: Longs, rows: int) -> Ints:
+        """Physical rows of positions [0, rows) of `pieces`, negative where none is: [B, rows].
+
+        What slots_of says, without a division for each row.
+        """
+        size = self.geometry.block_size
+        blocks = self.tables[group][pieces, : -(-rows // size)]
+        begins = np.where(blocks < 0, -size, blocks * size)
+        slots = begins[:, :, None] + np.arange(size, dtype=np.int32)
+        return slots.reshape(len(pieces), -1)[:, :rows]
+
 
 @frozen(eq=False)
 class CacheUse:

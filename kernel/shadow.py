@@ -116,11 +116,12 @@ class Shadow:
             first = int(metadata.first[number])
             low = int(metadata.live_from[group, first])
             end = int(metadata.until[first + int(metadata.rows[number]) - 1])
-            spans = ((0, min(sink, low)), (low, end))
-            positions = np.concatenate([np.arange(*span) for span in spans])
-            expected = [self._expected.span(piece.sequence, *span) for span in spans]
-            check = _Check(metadata, group, np.full(len(positions), number), positions)
-            self._compare(check, np.concatenate(expected), report)
+            slots = metadata.first_slots(group, np.array([number]), end)[0]
+            for begin, stop in ((0, min(sink, low)), (low, end)):
+                expected = self._expected.span(piece.sequence, begin, stop)
+                numbers, positions = np.full(stop - begin, number), np.arange(begin, stop)
+                check = _Check(metadata, group, numbers, positions, slots[begin:stop])
+                self._compare(check, expected, report)
 
     def _compare_edges(
         self,
@@ -141,12 +142,10 @@ class Shadow:
         for number in np.flatnonzero(lasts != metadata.end - 1).tolist():
             newest[number] = row(pieces[number].sequence, int(lasts[number]))
         asked = np.array(places, np.int64).reshape(-1, 2)
-        check = _Check(
-            metadata,
-            group,
-            np.concatenate([asked[:, 0], np.arange(len(pieces))]),
-            np.concatenate([asked[:, 1], lasts]),
-        )
+        numbers = np.concatenate([asked[:, 0], np.arange(len(pieces))])
+        positions = np.concatenate([asked[:, 1], lasts])
+        slots = metadata.slots_of(group, numbers, positions)
+        check = _Check(metadata, group, numbers, positions, slots)
         self._compare(check, np.array(expected + newest, np.uint64), report)
 
     def _new_block_ends(self, metadata: StepMetadata, group: int) -> list[tuple[int, int]]:
@@ -180,8 +179,7 @@ class Shadow:
         return before
 
     def _compare(self, check: _Check, expected: Tags, report: _Report) -> None:
-        metadata, group = check.metadata, check.group
-        slots = metadata.slots_of(group, check.numbers, check.positions)
+        metadata, group, slots = check.metadata, check.group, check.slots
         found = np.where(slots < 0, np.uint64(UNWRITTEN), self.tags[group][slots])
         wrong = np.flatnonzero((found != expected) | (slots < 0))
         report.checked += len(slots)
@@ -210,12 +208,13 @@ class Shadow:
 
 @define(eq=False)
 class _Check:
-    """Rows to look at in one group: piece numbers and positions, [N] each."""
+    """Rows to look at in one group: piece numbers, positions and physical rows, [N] each."""
 
     metadata: StepMetadata
     group: int
     numbers: Longs
     positions: Longs
+    slots: Longs | Ints
 
 
 @define
