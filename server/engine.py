@@ -13,11 +13,14 @@ import time
 from collections.abc import Callable
 
 import structlog
+from msgspec import Struct
 
+from statemachine.geometry import Geometry
 from statemachine.records import RequestArrived, RequestCancelled
 
 from .admission import capacity_tokens, check_pool, refuse
 from .loop import Arrival, Input, Loop, Parts
+from .policy import Policy
 from .submission import (
     CANCELLED,
     ERROR,
@@ -44,6 +47,14 @@ class QueueFull(RequestRefused):
         )
 
 
+class _Limits(Struct, frozen=True):
+    """What a submission is held against, on any thread."""
+
+    geometry: Geometry
+    policy: Policy
+    vocab_size: int
+
+
 class Engine:
     """Serves requests on a thread of its own (`start`), or step by step (`open`, `step`)."""
 
@@ -64,7 +75,7 @@ class Engine:
         self._stopping = False
         self._ended = False
         self._loop: Loop | None = None
-        self._parts: Parts | None = None
+        self._limits: _Limits | None = None
         self._thread: threading.Thread | None = None
         self._opened = threading.Event()
         self._error: BaseException | None = None
@@ -82,7 +93,7 @@ class Engine:
         """Make the kernel and the loop, on this thread. Raises what `make` raised."""
         parts = self._make()
         check_pool(parts.kernel.geometry, parts.policy)
-        self._parts = parts
+        self._limits = _Limits(parts.kernel.geometry, parts.policy, parts.vocab_size)
         self._loop = Loop(parts, self._clock)
 
     def step(self) -> bool:
@@ -110,8 +121,8 @@ class Engine:
     @property
     def context_tokens(self) -> int:
         """The longest prompt + answer that this model and pool can hold."""
-        parts = self._opened_parts()
-        return capacity_tokens(parts.kernel.geometry, parts.policy)
+        limits = self._opened_limits()
+        return capacity_tokens(limits.geometry, limits.policy)
 
     @property
     def view(self) -> View:
@@ -127,8 +138,8 @@ class Engine:
         """Queue a request; returns its id. Raises RequestRefused, QueueFull, EngineStopped."""
         if not self.healthy:
             raise EngineStopped("the engine is not running: restart the server")
-        parts = self._opened_parts()
-        refuse(parts.kernel.geometry, parts.policy, submission, parts.vocab_size)
+        limits = self._opened_limits()
+        refuse(limits.geometry, limits.policy, submission, limits.vocab_size)
         with self._wake:
             if not self.healthy:
                 raise EngineStopped("the engine is not running: restart the server")
@@ -178,10 +189,10 @@ class Engine:
             raise EngineStopped("the engine was not started")
         return self._loop
 
-    def _opened_parts(self) -> Parts:
-        if self._parts is None:
+    def _opened_limits(self) -> _Limits:
+        if self._limits is None:
             raise EngineStopped("the engine was not started")
-        return self._parts
+        return self._limits
 
     def _serve(self) -> None:
         """The thread's life."""
@@ -223,6 +234,7 @@ class Engine:
         except Exception:
             log.exception("the tape could not be ended in order")
             loop.tell_all(ERROR, said)
+        loop.release()
         for given in inbox:
             if isinstance(given, Arrival):
                 self._refuse_late(given, reason, said)

@@ -9,6 +9,7 @@ before the forward is issued. Finished records stand before the StepDone that th
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import Protocol
@@ -16,7 +17,7 @@ from typing import Protocol
 import structlog
 from msgspec import Struct
 
-from kernel.batch import BuildFailed, Kernel, StepResult
+from kernel.batch import BuildFailed, EvalFailed, Kernel, StepResult
 from statemachine.events import Event, Preempted
 from statemachine.records import (
     Finished,
@@ -278,7 +279,15 @@ class Loop:
 
     def _fail(self, plan: StepPlan, stage: str, error: Exception, blamed: tuple[int, ...]) -> None:
         """Undo a step that raised, on the view and on tape, and say so to those it ends."""
-        log.error("step failed", step=plan.step, stage=stage, blamed=blamed, exc_info=error)
+        expected = isinstance(error, BuildFailed | EvalFailed)
+        log.error(
+            "step failed",
+            step=plan.step,
+            stage=stage,
+            error=str(error),
+            blamed=blamed,
+            exc_info=None if expected else error,
+        )
         before = self.view
         events = scheduler.fail_step(before, plan, stage, blamed)
         self.view = scheduler.settle_failed(before, plan, stage, blamed, events)
@@ -322,6 +331,13 @@ class Loop:
         self._flush([TapeEnded(self.view.step - 1)])
         if self._capture is not None:
             self._capture.close()
+
+    def release(self) -> None:
+        """Let go of the kernel, on the thread that made it: MLX aborts the process where its
+        arrays outlive the interpreter.
+        """
+        del self._kernel
+        gc.collect()
 
     def tell_all(self, reason: str, error: str) -> None:
         """Tell every client that its request is over; for when not even `end` can run."""

@@ -82,7 +82,7 @@ class Inbox:
 
 
 class Sim:
-    """An engine over a fake kernel, stepped by hand; each step ends in a check of all invariants."""
+    """An engine over a fake kernel, stepped by hand; each step ends in all invariants."""
 
     def __init__(
         self,
