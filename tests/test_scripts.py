@@ -7,14 +7,14 @@ import json
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replay.check import main
-from statemachine.events import PURPOSES
+from statemachine.events import PURPOSES, Event
 from statemachine.script import ScriptError, check
 
 SCRIPTS = sorted((Path(__file__).parent / "scripts").glob("*.jsonl"))
@@ -242,3 +242,28 @@ def test_lines_at_random_raise_script_error_or_nothing(lines: list[dict[str, Any
     for count in range(len(texts)):
         with suppress(ScriptError):
             check([GEOMETRY, OPEN, APPEND, *texts[count:]])
+
+
+DOC = (Path(__file__).parent.parent / "docs/scripts.md").read_text(encoding="utf-8")
+
+
+def test_the_examples_of_the_documentation_hold() -> None:
+    examples = [part.split("```")[0] for part in DOC.split("```jsonl\n")[1:]]
+    assert [check(example.split("\n")) for example in examples] == [12, 5]
+
+
+def test_the_documented_failure_is_what_is_printed() -> None:
+    example = DOC.split("```jsonl\n")[1].split("```")[0].replace("[0, 2]", "[0, 1]")
+    with pytest.raises(ScriptError) as failed:
+        check(example.split("\n"))
+    assert f"hit.jsonl: {failed.value}" in DOC
+
+
+def test_every_command_and_every_value_is_documented() -> None:
+    with pytest.raises(ScriptError) as failed:
+        check([GEOMETRY, '{"do": "?"}'])
+    names = str(failed.value).split("there are ")[1].split(", ")
+    assert len(names) == len(DOES)
+    assert [name for name in (*names, *PURPOSES) if name not in DOC] == []
+    cache = (Path(__file__).parent.parent / "docs/cache.md").read_text(encoding="utf-8")
+    assert [e.__name__ for e in get_args(Event) if f"**{e.__name__}**" not in cache] == []
