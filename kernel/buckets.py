@@ -51,16 +51,14 @@ class View:
 
 @frozen(eq=False)
 class Bucket:
-    """Pieces of n rows each, attended together: rows [B, n] of the batch; a view per group."""
+    """Pieces of n rows each, attended together: rows [B, n] of the batch; a view per group.
+
+    contiguous: the rows stand in the batch as they stand here.
+    """
 
     rows: Longs
     views: tuple[View, ...]
-
-    @property
-    def contiguous(self) -> bool:
-        """Whether the rows stand in the batch as they stand here."""
-        flat = self.rows.reshape(-1)
-        return bool(flat[-1] - flat[0] + 1 == len(flat) and (np.diff(flat) == 1).all())
+    contiguous: bool
 
 
 def group_rows(metadata: StepMetadata) -> tuple[Bucket, ...]:
@@ -104,7 +102,8 @@ def _bucket(metadata: StepMetadata, pieces: Longs) -> Bucket:
     count = int(metadata.rows[pieces[0]])
     rows = metadata.first[pieces][:, None] + np.arange(count)
     groups = range(len(metadata.geometry.groups))
-    return Bucket(rows, tuple(_view(metadata, group, pieces, rows) for group in groups))
+    views = tuple(_view(metadata, group, pieces, rows) for group in groups)
+    return Bucket(rows, views, bool((np.diff(rows.reshape(-1)) == 1).all()))
 
 
 def _view(metadata: StepMetadata, group: int, pieces: Longs, rows: Longs) -> View:

@@ -3,6 +3,7 @@
 Owns a base-2 exponential from adds, multiplies and shifts, which compilers vectorise: about ten
 times as fast as mx.exp on x86 (590,000 elements: 1.2 ms for 11.8), and a SwiGLU made of it.
 Never used for anything but softmax and SwiGLU, and the latter only where MLX runs on the CPU.
+Also turns weights to the layout in which the CPU's BLAS multiplies few rows fastest.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from __future__ import annotations
 import sys
 from functools import partial
 from types import ModuleType
+from typing import Any
 
 import mlx.core as mx
+from mlx.nn.layers.linear import Linear
 from mlx_lm.models import activations
 
 SWIGLU = activations.swiglu
@@ -76,3 +79,20 @@ def install() -> tuple[ModuleType, ...]:
             vars(module)["swiglu"] = swiglu
             found.append(module)
     return tuple(found)
+
+
+def turn_weights(model: Any) -> int:
+    """Store each linear layer's float32 weight by columns; returns how many were turned.
+
+    The same numbers in the same shape: `weight` [out, in] becomes a view of its transpose, so that
+    `x @ weight.T` reads rows. One row takes 180 us for 260, 32 rows 390 for 430 (576 to 1536).
+    """
+    turned = 0
+    for _, layer in model.named_modules():
+        if type(layer) is Linear and layer.weight.dtype == mx.float32:
+            columns = mx.contiguous(layer.weight.T)
+            mx.eval(columns)
+            layer.weight = columns.T
+            mx.eval(layer.weight)
+            turned += 1
+    return turned

@@ -74,6 +74,7 @@ class ModelKernel:
         attention.install()
         if mx.default_device() == mx.Device(mx.cpu):
             fastmath.install()
+            fastmath.turn_weights(model)
         self._forward = Forward(model, geometry)
         self._shadow = Shadow(geometry, sanitize)
         if check:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
+from functools import cache
 
 import mlx.core as mx
 import numpy as np
@@ -124,6 +125,7 @@ def _without(values: mx.array, index: mx.array) -> mx.array:
     return mx.put_along_axis(values, index[:, None], mx.array(-mx.inf), axis=-1)
 
 
+@cache
 def _grid_width(vocab: int) -> int:
     """The divisor of the vocabulary's size that is nearest to 256."""
     divisors = [width for width in range(1, min(vocab, 1024) + 1) if vocab % width == 0]

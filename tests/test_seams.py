@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 from mlx_lm.models import activations, base, llama, qwen3
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
@@ -71,6 +72,16 @@ def test_the_swiglu_that_we_stand_in_for_is_mlx_lms_and_agrees_with_it() -> None
     extremes = mx.array([-1e4, -200.0, -88.0, 0.0, 88.0, 200.0, 1e4])
     got, wanted = (f(extremes, mx.ones(7)) for f in (fastmath.swiglu, activations.swiglu))
     np.testing.assert_allclose(np.array(got), np.array(wanted), rtol=2e-6, atol=1e-30)
+
+
+def test_turned_weights_are_the_same_numbers() -> None:
+    model, turned = tiny_llama(tied=False), tiny_llama(tied=False)
+    assert fastmath.turn_weights(turned) == 3 * 7 + 1
+    weights = dict(tree_flatten(model.parameters()))
+    for name, weight in tree_flatten(turned.parameters()):
+        np.testing.assert_array_equal(np.array(weight), np.array(weights[name]))
+    tokens = mx.array([[1, 2, 3]])
+    np.testing.assert_allclose(np.array(turned(tokens)), np.array(model(tokens)), atol=1e-5)
 
 
 def test_powers_of_two_are_right_to_five_units_in_ten_million() -> None:
