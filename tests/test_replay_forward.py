@@ -12,7 +12,7 @@ from msgspec import structs
 
 from kernel.batch import Batch, BuildFailed
 from kernel.blas import load_blas
-from kernel.fake import Failure, FakeClock, FakeKernel
+from kernel.fake import FakeClock, FakeKernel
 from replay import forward, models, reference
 from replay.divergence import CONTENT, CRASH, OBSERVATION, TOKEN
 from replay.errors import Unusable
@@ -28,8 +28,6 @@ from statemachine.records import Checkpoint, Gap, Parameters, Record, StepDone
 from .sim import TIGHT, MemoryCapture, header, prompts
 from .tampering import changed, first_step, with_item, write
 from .tapes import golden
-
-FAILURES = {12: Failure("build", 3), 20: Failure("eval")}
 
 
 def fake_kernel(**options: Any) -> FakeKernel:
@@ -59,9 +57,11 @@ def a_decode() -> int:
 
 
 def test_a_run_with_failed_steps_runs_again_bit_for_bit(tmp_path: Path, on_fake: Any) -> None:
-    on_fake(fake_kernel())
+    kernel = fake_kernel()
+    on_fake(kernel)
     outcome = run(tmp_path, golden.records())
     assert outcome.divergence is None
+    assert kernel.resets == 1
     assert outcome.exit_code == CLEAN
     sampled = sum(len(r.tokens) for r in golden.records() if isinstance(r, StepDone))
     assert outcome.figures["tokens sampled again"] == sampled > 80
