@@ -1,4 +1,4 @@
-"""Column: one committed row to each of many sequences, the common decode step, written out for speed.
+"""Column: one committed row to each of many sequences, the common decode step, made fast.
 
 It does exactly what `appended` does to each of them (a test says so); what is the same for all rows
 is looked up once, and a row's new record and its digest line are made in one go.
