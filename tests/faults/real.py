@@ -105,7 +105,8 @@ def parts(
         held, pool = model(load.kernel), geometry(load)
         from kernel.model_kernel import ModelKernel
 
-        kernel = wrap(ModelKernel(held.model, pool, sanitize="full"))
+        # Loads are many, and the model was probed where its kernel is tested.
+        kernel = wrap(ModelKernel(held.model, pool, sanitize="full", check=False))
         head = header(load, pool)
         return Parts(kernel, load.policy, capture, head, vocab_size=held.vocab_size)
 
