@@ -28,7 +28,7 @@ def _check_one(name: str) -> int:
         print(f"{name}: cannot be read: {error}", file=sys.stderr)
         return 2
     try:
-        lines = check(text.splitlines())
+        lines = check(text.split("\n"))
     except ScriptError as error:
         print(f"{name}: {error}")
         return 1

@@ -80,7 +80,7 @@ def cohort_stays(original: Any, witness: Witness) -> Any:
 @FAULTS.add(
     "S3",
     "a failed step takes its blocks back and leaves the offset where it was, ahead of the pool",
-    "statemachine.transitions:_cut",
+    "statemachine.trimming:_cut",
     loads.BUILD_FAILS,
     "fold",
     "fold",
