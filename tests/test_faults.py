@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from attrs import evolve
@@ -18,14 +19,15 @@ from statemachine.geometry import Geometry, Group
 from .faults import loads, runner
 from .faults.catalogue import ALL, BY_NAME
 from .faults.fault import Fault, Witness, replaced
-from .faults.loads import FAKE, VOCAB, Load, Request
+from .faults.loads import FAKE, SMOLLM2, VOCAB, Load, Request
 from .faults.runner import record, replay, run
 
 CLEAN_RUNS = 40
 
 
-def _id(fault: Fault) -> str:
-    return fault.name
+def _marked(fault: Fault) -> Any:
+    marks = [pytest.mark.model] if fault.load.kernel == SMOLLM2 else []
+    return pytest.param(fault, id=fault.name, marks=marks)
 
 
 def test_every_fault_has_its_own_name_and_the_incidents_are_among_them() -> None:
@@ -33,7 +35,7 @@ def test_every_fault_has_its_own_name_and_the_incidents_are_among_them() -> None
     assert {"S1", "S2", "S3", "S4", "S13"} <= set(BY_NAME)
 
 
-@pytest.mark.parametrize("fault", ALL, ids=_id)
+@pytest.mark.parametrize("fault", [_marked(fault) for fault in ALL])
 def test_replay_finds_the_fault_at_its_first_wrong_event(fault: Fault, tmp_path: Path) -> None:
     result = run(fault, tmp_path)
     found = result.divergence
@@ -45,6 +47,7 @@ def test_replay_finds_the_fault_at_its_first_wrong_event(fault: Fault, tmp_path:
     assert [word for word in fault.says if word not in said] == []
 
 
+@pytest.mark.model
 @pytest.mark.parametrize(
     "load",
     {fault.load.name + fault.load.kernel: fault.load for fault in ALL}.values(),

@@ -63,7 +63,8 @@ class Fault:
     sentence: what a real engine had wrong. target: `module:name` or `module:Class.name`. make: from
     the original and a witness to the replacement. depth: at which the first wrong event is found,
     and kind, the divergence's class there. says: words of it. late_steps: how many steps after the
-    first wrong one it is found; 0 but for wrong numbers in rows that are read only later.
+    first wrong one it is found; 0 but for wrong numbers in rows that are read only later. stays:
+    replay runs the faulty code too, as it does with a bug that nobody knows of.
     """
 
     name: str
@@ -75,6 +76,7 @@ class Fault:
     kind: str
     says: tuple[str, ...] = ()
     late_steps: int = 0
+    stays: bool = False
 
     @contextmanager
     def active(self, witness: Witness) -> Iterator[None]:
@@ -99,11 +101,12 @@ class Catalogue:
         kind: str,
         *says: str,
         late_steps: int = 0,
+        stays: bool = False,
     ) -> Callable[[Make], Make]:
         """Decorates a fault's `make`."""
 
         def keep(make: Make) -> Make:
-            fault = Fault(name, sentence, target, make, load, depth, kind, says, late_steps)
+            fault = Fault(name, sentence, target, make, load, depth, kind, says, late_steps, stays)
             self.faults.append(fault)
             return make
 

@@ -14,7 +14,7 @@ from msgspec import structs
 from kernel.batch import Batch
 
 from . import loads
-from .fault import DONE, Catalogue, Witness
+from .fault import DONE, Catalogue, Make, Witness
 
 FAULTS = Catalogue()
 ODD_LAYER = 1
@@ -39,7 +39,7 @@ def rope_ahead(original: Any, witness: Witness) -> Any:
         ahead = np.zeros(metadata.total_rows, np.int32)
         for number, rows in enumerate(metadata.rows.tolist()):
             if rows == 1:
-                witness.note(metadata.seqs[number], DONE)
+                witness.note(-1, DONE)
                 ahead[int(metadata.first[number])] = 1
         return found + _array(ahead)
 
@@ -395,3 +395,20 @@ def scale_rounded(original: Any, witness: Witness) -> Any:
         return original(context, group, queries, keys, values, scale)
 
     return attend
+
+
+def _in_the_code(name: str, make: Make, target: str, load: loads.Load = loads.TINY_MIXED) -> None:
+    """The same bug where nobody knows of it: forward repeats it, the reference does not."""
+    sentence = f"{name}, in the code that replays too: only mlx-lm's own caches are without it"
+    add = FAULTS.add(f"{name}-in-code", sentence, target, load, "reference", "token", stays=True)
+    add(make)
+
+
+_in_the_code("rope-one-ahead", rope_ahead, "kernel.caches:PagedCache.offset", loads.SMOL)
+_in_the_code("write-misplaced", write_misplaced, "kernel.context:StepContext.write_index")
+_in_the_code("stale-pages", stale_pages, "kernel.caches:PagedCache.read")
+_in_the_code("newest-row-masked", newest_masked, "kernel.buckets:_Seen.mask")
+_in_the_code("future-row-seen", future_seen, "kernel.buckets:_Seen.mask")
+_in_the_code("bucket-mixed", bucket_mixed, "kernel.buckets:output_order", loads.SMOL)
+_in_the_code("copy-lost", copy_lost, "kernel.pages:Pages.copy_blocks", loads.TINY_REPEATS)
+_in_the_code("logits-of-a-pad", logits_of_pad, "kernel.metadata:_sample_rows", loads.TINY_PADDED)

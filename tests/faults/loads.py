@@ -289,3 +289,10 @@ SEGMENTS = evolve(TIGHT, name="a tape of segments", segment_bytes=3000)
 TINY_CHUNKED = evolve(
     MIXED, name="one long prompt in chunks", kernel=TINY, requests=(Request(tokens(30, 1), 6),)
 )
+SMOL = Load(
+    "three prompts of SmolLM2",
+    tuple(Request(tuple(300 * it for it in tokens(9 + 4 * n, n)), 4) for n in range(3)),
+    WIDE,
+    B16,
+    kernel=SMOLLM2,
+)

@@ -9,6 +9,7 @@ from msgspec import structs
 from server.tokenlog import log_of
 from statemachine import commands
 from statemachine.events import BlockPublished, Event, Preempted
+from statemachine.records import RequestArrived
 
 from . import loads
 from .fault import DONE, FAILED, PLANNED, Catalogue, First, Witness
@@ -365,3 +366,22 @@ def window_not_trimmed(original: Any, witness: Witness) -> Any:
         return ()
 
     return front_trims
+
+
+@FAULTS.add(
+    "arrival-lost",
+    "a request's arrival is not on tape",
+    "server.capture:CaptureWriter.write",
+    loads.MIXED,
+    "plan",
+    "plan",
+    "of StepPlanned",
+)
+def arrival_lost(original: Any, witness: Witness) -> Any:
+    def write(capture: Any, records: list[Any]) -> None:
+        kept = [it for it in records if not (isinstance(it, RequestArrived) and it.request == 2)]
+        if len(kept) < len(records):
+            witness.note(2)
+        original(capture, kept)
+
+    return write

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 
 from attrs import frozen
 
 from replay.divergence import Divergence
-from replay.run import FOLD, FORWARD, PLAN, Options
+from replay.run import FOLD, FORWARD, PLAN, REFERENCE, Options
 from replay.run import replay as run_replay
 
 from . import loads, real
@@ -82,9 +83,18 @@ def run(fault: Fault, folder: Path | None = None) -> Result:
     tape = folder / f"{fault.name}.log"
     witness = Witness()
     played = record(fault.load, tape, fault, witness)
-    depths = (FOLD, PLAN) if fault.load.kernel == FAKE else (FOLD, PLAN, FORWARD)
-    found = {depth: replay(fault.load, tape, depth) for depth in depths}
-    return Result(fault, witness.first, found, played)
+    first = witness.first
+    with fault.active(witness) if fault.stays else nullcontext():
+        found = {depth: replay(fault.load, tape, depth) for depth in _depths(fault)}
+    return Result(fault, first, found, played)
+
+
+def _depths(fault: Fault) -> tuple[str, ...]:
+    """Those that may find the fault, at the cost that its kernel makes."""
+    if fault.load.kernel == FAKE:
+        return (FOLD, PLAN)
+    # With a fault that stays, forward runs the faulty code again: it has nothing to compare with.
+    return (FOLD, PLAN, REFERENCE if fault.stays else FORWARD)
 
 
 def record(
