@@ -101,6 +101,28 @@ def test_a_witness_keeps_the_first_difference_and_none_from_before_the_first_ste
     assert (witness.first.step, witness.first.sequence) == (3, 2)
 
 
+@pytest.mark.parametrize("name", ["slot-off-by-one", "shared-block-written"])
+def test_wrong_contents_are_found_with_edges_and_not_without_tags(
+    name: str, tmp_path: Path
+) -> None:
+    fault = BY_NAME[name]
+    for mode, holds in (("full", True), ("edges", True), ("off", False)):
+        folder = tmp_path / mode
+        folder.mkdir()
+        result = run(evolve(fault, load=evolve(fault.load, sanitize=mode)), folder)
+        assert result.holds is holds, mode
+
+
+def test_the_documentation_lists_every_fault_with_its_depth_and_class() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "faults.md").read_text()
+    listed = [line.split(" | ") for line in page.splitlines() if line.startswith("| ")]
+    rows = {name.removeprefix("| "): (depth, kind) for name, _, depth, kind in listed[1:]}
+    assert list(rows) == [fault.name for fault in ALL]
+    for fault in ALL:
+        late = f", {fault.late_steps} step late" if fault.late_steps else ""
+        assert rows[fault.name] == (fault.depth + late, f"{fault.kind} |")
+
+
 def random_load(seed: int) -> Load:
     """Requests, pool and policy out of a seed: small pools, chunks, tiles, cancels, failures."""
     generator = random.Random(seed)

@@ -9,7 +9,7 @@ from .catalogue import ALL, BY_NAME
 from .fault import Fault
 from .runner import Result, run
 
-ROW = "{:<22} {:<9} {:<11} {:<26} {:<26} {}"
+ROW = "{:<26} {:<9} {:<11} {:<26} {:<26} {}"
 
 
 def main(names: list[str]) -> int:

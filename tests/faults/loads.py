@@ -61,6 +61,7 @@ class Load:
     kernel: str = FAKE
     fail: dict[int, Failure] = field(factory=dict)
     segment_bytes: int = 0
+    sanitize: str = "full"
 
 
 @frozen
@@ -175,7 +176,7 @@ def fake_parts(load: Load) -> Callable[[CaptureWriter], Parts]:
     """What makes the engine's parts over the fake kernel."""
 
     def make(capture: CaptureWriter) -> Parts:
-        kernel = FakeKernel(load.geometry, vocab_size=VOCAB, fail=load.fail)
+        kernel = FakeKernel(load.geometry, vocab_size=VOCAB, fail=load.fail, sanitize=load.sanitize)
         return Parts(kernel, load.policy, capture, header(load.geometry, load.policy))
 
     return make

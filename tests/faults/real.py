@@ -90,7 +90,7 @@ def header(load: Load, pool: Geometry) -> Header:
         capabilities=capabilities_of(pool.groups).as_flags(),
         device=device_name(),
         blas=_blas(),
-        sanitize="full",
+        sanitize=load.sanitize,
         context_tokens=load.policy.context_tokens,
         layers=held.layers,
     )
@@ -106,7 +106,7 @@ def parts(
         from kernel.model_kernel import ModelKernel
 
         # Loads are many, and the model was probed where its kernel is tested.
-        kernel = wrap(ModelKernel(held.model, pool, sanitize="full", check=False))
+        kernel = wrap(ModelKernel(held.model, pool, sanitize=load.sanitize, check=False))
         head = header(load, pool)
         return Parts(kernel, load.policy, capture, head, vocab_size=held.vocab_size)
 
