@@ -71,7 +71,9 @@ def read_gguf(path: Path, dtype: mx.Dtype) -> GgufModel:
         loaded: Any = mx.load(str(path), format="gguf", return_metadata=True)
     except (RuntimeError, ValueError, OSError) as error:
         reason = str(error).removeprefix("[load_gguf] ")
-        raise ModelError(f"{path} cannot be read as GGUF: {reason}") from error
+        raise ModelError(
+            f"{path} cannot be read as GGUF: {reason.rstrip('.?')}; fetch it again"
+        ) from error
     tensors, raw = loaded
     metadata = {key: _plain(value) for key, value in raw.items()}
     architecture = metadata.get("general.architecture")

@@ -51,16 +51,26 @@ def generate(
         raise
 
 
+def _print(text: str, out: TextIO) -> None:
+    try:
+        out.write(text)
+        out.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise GenerateError(f"the answer cannot be written: {error.strerror}") from None
+
+
 def _print_answer(updates: queue.SimpleQueue[Update], text: TextStream, out: TextIO) -> str:
     while True:
         try:
             update = updates.get(timeout=NEWS_S)
         except queue.Empty:
             continue
-        out.write("".join(map(text.feed, update.tokens)))
+        fresh = "".join(map(text.feed, update.tokens))
         if update.finish_reason is not None:
-            out.write(text.finish() + "\n")
-        out.flush()
+            fresh += text.finish() + "\n"
+        _print(fresh, out)
         if update.finish_reason in (STOP, LENGTH):
             return update.finish_reason
         if update.finish_reason is not None:

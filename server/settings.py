@@ -50,9 +50,11 @@ class Settings:
     model: str = _setting("smollm2-135m", "path of a GGUF file or a model folder, or smollm2-135m")
     host: str = _setting("127.0.0.1", "address to listen on")
     port: int = _setting(8080, "port to listen on; 0 takes a free one")
-    capture: str | None = _setting(None, "file that the tape is written to; none without it")
+    capture: str | None = _setting(None, "tape: a file, or a folder of segments; none without it")
     block_size: int = _setting(16, "tokens a block")
-    num_blocks: int | None = _setting(None, "blocks of the pool")
+    num_blocks: int | None = _setting(
+        None, "blocks of the pool (default: 16384 tokens, in a quarter of the memory at most)"
+    )
     kv_memory: Size | None = _setting(  # noqa: RUF009
         None, "size of the pool instead of num_blocks, as in 2GiB"
     )
@@ -220,7 +222,12 @@ def _checked(settings: Settings) -> Settings:
     _require(
         settings.sanitize in SANITIZE_MODES, "sanitize", settings.sanitize, "edges, full or off"
     )
-    _require(settings.log_level in LOG_LEVELS, "log_level", settings.log_level, "a known level")
+    _require(
+        settings.log_level in LOG_LEVELS,
+        "log_level",
+        settings.log_level,
+        "debug, info, warning or error",
+    )
     try:
         check(settings.policy())
     except ValueError as error:
