@@ -21,7 +21,8 @@ def main(arguments: list[str]) -> int:
     load_blas()  # a fault's target may be what imports MLX
     # Nobody counts steps here; the witness only has to know that these are no probes.
     with BY_NAME[arguments[0]].active(Witness(step=1)):
-        return mlxtape(arguments[2:])
+        sys.argv[1:] = arguments[2:]
+        return mlxtape()
 
 
 if __name__ == "__main__":
