@@ -12,7 +12,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from msgspec import structs
 
@@ -24,7 +24,6 @@ from statemachine.records import FORMAT, Header
 from .loads import SMOLLM2, TINY, Load
 
 if TYPE_CHECKING:
-    from kernel.batch import Kernel
     from kernel.weights import LoadedModel
 
 BUNDLED = "smollm2-135m"
@@ -96,17 +95,15 @@ def header(load: Load, pool: Geometry) -> Header:
     )
 
 
-def parts(
-    load: Load, wrap: Callable[[Any], Kernel] = lambda kernel: kernel
-) -> Callable[[CaptureWriter], Parts]:
-    """What makes the engine's parts over a real model; `wrap` may stand around the kernel."""
+def parts(load: Load) -> Callable[[CaptureWriter], Parts]:
+    """What makes the engine's parts over a real model."""
 
     def make(capture: CaptureWriter) -> Parts:
         held, pool = model(load.kernel), geometry(load)
         from kernel.model_kernel import ModelKernel
 
         # Loads are many, and the model was probed where its kernel is tested.
-        kernel = wrap(ModelKernel(held.model, pool, sanitize=load.sanitize, check=False))
+        kernel = ModelKernel(held.model, pool, sanitize=load.sanitize, check=False)
         head = header(load, pool)
         return Parts(kernel, load.policy, capture, head, vocab_size=held.vocab_size)
 
