@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import time
 
+import structlog
+
 from kernel.tokenizer import Tokenizer
 
 from . import wire
@@ -21,6 +23,8 @@ BIG_BODY_BYTES = 32 * 1024
 """Above it a prompt is tokenised on another thread, so that streams go on meanwhile."""
 
 RATE_LIMITED = "rate_limit_exceeded"
+
+log = structlog.get_logger()
 
 
 class Desk:
@@ -85,6 +89,8 @@ class Desk:
     async def drain(self, grace_s: float, after_s: float = 1.0) -> None:
         """Admit nobody; give answers `grace_s` to end, then cancel them and wait `after_s`."""
         self.closing = True
+        if self._answers:
+            log.info("stopping", answers=len(self._answers), grace_s=grace_s)
         for answers_end_s in (grace_s, after_s):
             if not self._answers:
                 return

@@ -16,7 +16,7 @@ def configure_logs(level: str = "info") -> None:
     terminal = sys.stderr.isatty()
     renderer: structlog.typing.Processor
     if terminal:
-        renderer = structlog.dev.ConsoleRenderer(colors=True)
+        renderer = structlog.dev.ConsoleRenderer(colors=True, sort_keys=False)
     else:
         order = ["timestamp", "level", "event"]
         renderer = structlog.processors.LogfmtRenderer(key_order=order, bool_as_flag=False)

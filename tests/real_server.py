@@ -19,6 +19,7 @@ from server.app import create_app
 from server.build import build_engine
 from server.engine import Engine
 from server.settings import Settings
+from statemachine.events import Appended, AppendedEach
 from statemachine.records import RequestArrived, StepDone, StepPlanned
 
 from .http_server import WAIT_S, LiveServer, live_server
@@ -139,9 +140,9 @@ def on_tape(tape: Path) -> dict[int, Taped]:
 def _batch_order(planned: StepPlanned) -> list[int]:
     order: dict[int, None] = {}
     for event in planned.events:
-        if hasattr(event, "seqs"):
+        if isinstance(event, AppendedEach):
             order.update(dict.fromkeys(event.seqs))
-        elif hasattr(event, "purpose"):
+        elif isinstance(event, Appended):
             order[event.seq] = None
     return list(order)
 
