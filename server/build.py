@@ -52,7 +52,7 @@ def build_engine(settings: Settings, progress: Progress | None = None) -> tuple[
         tokenizers.append(tokenizer)
         return parts
 
-    engine = Engine(make)
+    engine = Engine(make, keep_thread=True)
     try:
         engine.start()
     except BaseException:

@@ -64,8 +64,14 @@ class Engine:
         *,
         clock: Callable[[], float] = time.perf_counter,
         waiting_max: int = 1024,
+        keep_thread: bool = False,
     ) -> None:
-        """`make` loads the model and makes the pages; it runs on the engine's thread."""
+        """`make` loads the model and makes the pages; it runs on the engine's thread.
+
+        keep_thread: let the thread sleep for good once it is done. MLX needs it: the end of a
+        thread that used it runs destructors that take the interpreter's lock, and abort the
+        process if that happens to be on its way out.
+        """
         self._make = make
         self._clock = clock
         self._waiting_max = waiting_max
@@ -77,7 +83,9 @@ class Engine:
         self._loop: Loop | None = None
         self._limits: _Limits | None = None
         self._thread: threading.Thread | None = None
+        self._keep_thread = keep_thread
         self._opened = threading.Event()
+        self._done = threading.Event()
         self._error: BaseException | None = None
 
     def start(self) -> None:
@@ -86,7 +94,7 @@ class Engine:
         self._thread.start()
         self._opened.wait()
         if self._error is not None:
-            self._thread.join()
+            self._done.wait()
             raise self._error
 
     def open(self) -> None:
@@ -103,7 +111,7 @@ class Engine:
         return self._opened_loop().step(inputs)
 
     def stop(self, timeout_s: float | None = None) -> None:
-        """Cancel what is live, end the tape, and wait for the thread."""
+        """Cancel what is live, end the tape, and wait until the thread is done."""
         with self._wake:
             self._stopping = True
             self._wake.notify_all()
@@ -111,7 +119,7 @@ class Engine:
             if self._loop is not None and not self._ended:
                 self._finish(CANCELLED, STOPPED)
         elif self._thread is not threading.current_thread():
-            self._thread.join(timeout_s)
+            self._done.wait(timeout_s)
 
     @property
     def healthy(self) -> bool:
@@ -196,6 +204,14 @@ class Engine:
 
     def _serve(self) -> None:
         """The thread's life."""
+        try:
+            self._live()
+        finally:
+            self._done.set()
+        if self._keep_thread:
+            threading.Event().wait()
+
+    def _live(self) -> None:
         try:
             self.open()
         except BaseException as error:

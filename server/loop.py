@@ -333,9 +333,7 @@ class Loop:
             self._capture.close()
 
     def release(self) -> None:
-        """Let go of the kernel, on the thread that made it: MLX aborts the process where its
-        arrays outlive the interpreter.
-        """
+        """Let go of the kernel, and so of the model and its pages, on the thread that made them."""
         del self._kernel
         gc.collect()
 
