@@ -35,10 +35,11 @@ from statemachine.records import (
 )
 
 from . import scheduler
+from .clients import Clients
 from .closing import BUILD, CLOSE, EVAL, PLAN
 from .policy import Policy
-from .submission import CANCELLED, ERROR, Sink, Update
-from .text import IncrementalDecoder, TextStream
+from .submission import CANCELLED, ERROR, STOP, Sink, Update
+from .text import IncrementalDecoder
 from .view import StepPlan, View, checkpoint, initial, receive
 
 FAILURES_MAX = 8
@@ -91,14 +92,6 @@ class Arrival(Struct, frozen=True):
 Input = Arrival | RequestCancelled
 
 
-class _Client:
-    """Who hears of a request, and its text where stop strings have to be seen."""
-
-    def __init__(self, sink: Sink, text: TextStream | None) -> None:
-        self.sink = sink
-        self.text = text
-
-
 class Counters:
     """What the loop counted since it began; for status and metrics."""
 
@@ -119,11 +112,9 @@ class Loop:
         self._kernel = parts.kernel
         self._policy = parts.policy
         self._capture = parts.capture
-        self._decoder = parts.decoder
         self._clock = clock
-        self._clients: dict[int, _Client] = {}
+        self._clients = Clients(parts.decoder)
         self._unwritten: list[Record] = []
-        self._own: list[RequestCancelled] = []
         self.view: View = initial(parts.kernel.geometry)
         self.counters = Counters()
         self.failure = ""
@@ -139,11 +130,11 @@ class Loop:
     def busy(self) -> bool:
         """Whether a step would find something to do without any input."""
         view = self.view
-        return bool(self._own or self._unwritten or view.requests or view.closing)
+        return bool(self._clients.lost or self._unwritten or view.requests or view.closing)
 
     def step(self, inputs: Iterable[Input] = ()) -> bool:
         """One turn: take inputs, plan, run. False where there was nothing to do."""
-        received = self._receive([*self._own, *inputs])
+        received = self._receive([*self._clients.take_lost(), *inputs])
         started = self._clock()
         try:
             plan = scheduler.plan_step(self.view, self._policy)
@@ -168,13 +159,11 @@ class Loop:
 
     def _receive(self, inputs: list[Input]) -> list[Record]:
         """Take inputs into the view; returns those that changed it, as records."""
-        self._own = []
         received: list[Record] = []
         for given in inputs:
             if isinstance(given, Arrival):
                 record: RequestArrived | RequestCancelled = given.record
-                self._clients[given.record.request] = _Client(given.sink, None)
-                self._open_text(given.record)
+                self._clients.add(given.record, given.sink)
             else:
                 if given.request not in self.view.requests:
                     continue
@@ -184,18 +173,8 @@ class Loop:
             if isinstance(record, RequestCancelled):
                 why = record.reason if record.reason in (CANCELLED, ERROR) else CANCELLED
                 said = "" if why == CANCELLED else "the answer could not be delivered"
-                self._tell(Update(record.request, (), why, error=said))
+                self._clients.tell(Update(record.request, (), why, error=said))
         return received
-
-    def _open_text(self, record: RequestArrived) -> None:
-        if not record.parameters.stop or self._decoder is None:
-            return
-        try:
-            text = TextStream(self._decoder(), record.parameters.stop)
-        except Exception:
-            self._lose(record.request, "its detokeniser could not be made")
-            return
-        self._clients[record.request].text = text
 
     def _run(self, plan: StepPlan, times: list[float]) -> None:
         """The forward of a planned step, and its close."""
@@ -252,7 +231,7 @@ class Loop:
         for outcome in outcomes:
             news = () if outcome.token is None else (outcome.token,)
             cached = before.requests[outcome.seq].cached_tokens
-            self._tell(Update(outcome.seq, news, outcome.reason, cached))
+            self._clients.tell(Update(outcome.seq, news, outcome.reason, cached))
         times.append(self._clock())
         self._unwritten += [*finished, done, _timed(plan.step, times)]
 
@@ -261,20 +240,11 @@ class Loop:
         found: list[Finished] = []
         samplers = [piece.seq for piece in plan.pieces if piece.samples]
         for seq, token in zip(samplers, tokens, strict=True):
-            client = self._clients.get(seq)
-            if client is None or client.text is None:
-                continue
             request = self.view.requests[seq]
             if token in request.arrived.parameters.end_tokens:
                 continue
-            try:
-                client.text.feed(token)
-            except Exception:
-                client.text = None
-                self._lose(seq, "its tokens could not be turned into text")
-                continue
-            if client.text.stopped:
-                found.append(Finished(seq, request.output_tokens + 1, "stop"))
+            if self._clients.stopped(seq, token):
+                found.append(Finished(seq, request.output_tokens + 1, STOP))
         return tuple(found)
 
     def _fail(self, plan: StepPlan, stage: str, error: Exception, blamed: tuple[int, ...]) -> None:
@@ -300,7 +270,9 @@ class Loop:
             StepFailed(plan.step, stage, said, blamed, events, self.view.state.digest)
         )
         for request in blamed:
-            self._tell(Update(request, (), ERROR, error=f"the model could not run this: {said}"))
+            self._clients.tell(
+                Update(request, (), ERROR, error=f"the model could not run this: {said}")
+            )
         if stage != BUILD:
             self._kernel.reset_pages()
 
@@ -319,7 +291,7 @@ class Loop:
             record = RequestCancelled(request, reason)
             self.view = receive(self.view, record)
             records.append(record)
-            self._tell(Update(request, (), reason, error=error))
+            self._clients.tell(Update(request, (), reason, error=error))
         plan = scheduler.plan_step(self.view, self._policy)
         if plan.idle:
             self._flush(records)
@@ -339,27 +311,7 @@ class Loop:
 
     def tell_all(self, reason: str, error: str) -> None:
         """Tell every client that its request is over; for when not even `end` can run."""
-        for request in sorted(self._clients):
-            self._tell(Update(request, (), reason, error=error))
-
-    def _tell(self, update: Update) -> None:
-        """Hand news to a request's sink; a sink that raises loses its request, and no other."""
-        client = self._clients.get(update.request)
-        if client is None:
-            return
-        if update.finish_reason is not None:
-            del self._clients[update.request]
-        try:
-            client.sink(update)
-        except Exception:
-            self._clients.pop(update.request, None)
-            if update.finish_reason is None:
-                self._lose(update.request, "its sink raised")
-
-    def _lose(self, request: int, why: str) -> None:
-        """Cancel a request from here, with the next step's inputs."""
-        log.error("request given up", request=request, why=why, exc_info=True)
-        self._own.append(RequestCancelled(request, ERROR))
+        self._clients.tell_all(reason, error)
 
     def _note_shadow(self, step: int, shadow: ShadowReport) -> None:
         if not shadow.found:

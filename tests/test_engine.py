@@ -483,8 +483,9 @@ def test_p38_nothing_of_an_ended_request_is_kept() -> None:
     view, loop = sim.engine.view, sim.engine._opened_loop()
     assert (len(view.requests), view.waiting, view.running, view.closing) == (0, (), (), ())
     assert not view.state.sequences
-    assert not loop._clients
-    assert not loop._own
+    assert len(loop._clients) == 0
+    assert not loop._clients._texts
+    assert not loop._clients.lost
     clean(sim)
 
 
@@ -580,6 +581,15 @@ def test_a_kernel_whose_pages_cannot_be_reset_ends_the_engine_and_every_request(
     assert waiter.ended.wait(WAIT_S)
     assert waiter.reason == "error"
     engine.stop(WAIT_S)
+
+
+def test_a_kept_thread_sleeps_on_once_the_engine_is_done() -> None:
+    engine = Engine(lambda: Parts(FakeKernel(SMALL), POLICY), keep_thread=True)
+    engine.start()
+    engine.stop(WAIT_S)
+    assert not engine.healthy
+    assert engine._thread is not None
+    assert engine._thread.is_alive()
 
 
 def test_what_making_the_kernel_raises_is_raised_by_start() -> None:
