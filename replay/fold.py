@@ -20,6 +20,7 @@ from statemachine.events import (
     BlockEvicted,
     BlockPublished,
     Event,
+    PoolReset,
     StepWritten,
 )
 from statemachine.invariants import check_all, check_step
@@ -44,6 +45,8 @@ from .observed import Observer, Pieces
 _LENGTHS_STAY = frozenset({StepWritten, BlockPublished, BlockEvicted})
 """Events that move no offset: after only these, offsets are those of before, for less work."""
 
+EVAL = "eval"
+"""The stage of a StepFailed after which the pages hold garbage."""
 EACH_EVENT = "event"
 EACH_STEP = "step"
 AT_END = "end"
@@ -166,6 +169,10 @@ class Fold:
     def _failed(self, record: StepFailed) -> None:
         if self.pieces.pop(record.step, None) is None:
             self._fold(record.step, "StepFailed", -1, None, "it was never planned")
+        if record.stage == EVAL and PoolReset() not in record.events:
+            what = "its eval failed, so the pages are lost, but the pool was not reset (PoolReset)"
+            first = record.events[0] if record.events else None
+            self._fold(record.step, "StepFailed", 0 if record.events else -1, first, what)
         self._apply(record.step, "StepFailed", record.events)
         self._compare_digest(record.step, "StepFailed", record.digest)
         self.counts.steps += 1

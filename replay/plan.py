@@ -181,7 +181,7 @@ def _compare(step: int, kind: str, recorded: tuple[Event, ...], derived: tuple[E
         event_text(events[index]) if index < len(events) else "no more events"
         for events in (recorded, derived)
     ]
-    event: Any = recorded[index] if index < len(recorded) else derived[index]
+    event: Any = _wrong(recorded[index:], derived[index:])
     raise Diverged(
         Divergence(
             kind=PLAN,
@@ -194,6 +194,15 @@ def _compare(step: int, kind: str, recorded: tuple[Event, ...], derived: tuple[E
             values=(Values("event", texts[0], texts[1]),),
         )
     )
+
+
+def _wrong(recorded: tuple[Event, ...], derived: tuple[Event, ...]) -> Event:
+    """The event to blame, of two lists that differ in their first: the one that is missing from
+    the other list; of two such the recorded one.
+    """
+    if not recorded or (derived and recorded[0] in derived and derived[0] not in recorded):
+        return derived[0]
+    return recorded[0]
 
 
 class PlanChecker(Planner):

@@ -6,7 +6,7 @@ excused where the reference scores its own no more than the margin above the rec
 request's token is drawn again by the same function from the reference's scores; another token is
 excused where the reference scores the recorded one within the margin of what the tape says, for
 then the two drew from the same distribution, beside an edge. Excused flips are counted. A recorded
-score that is off by ten margins diverges even where the token is the same.
+score that is off by the margin diverges even where the token is the same.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 CHUNK_ROWS = 256
 """Rows of a dense forward: bounds the scores in memory."""
-OFF_MARGINS = 10.0
-"""A score that is off by so many margins is no rounding."""
 
 
 class ReferenceChecker:
@@ -118,7 +116,7 @@ class ReferenceChecker:
                 self._excused += 1
             else:
                 what = f"the reference says token {token}, the tape {it.token}"
-        if not what and off > OFF_MARGINS * max(margin, 1e-3):
+        if not what and off > max(margin, 1e-3):
             what = f"the reference scores token {it.token} {score:.6g}, the tape {it.logit:.6g}"
         if not what or (self._first is not None and self._first.step <= it.step):
             return

@@ -22,8 +22,8 @@ FAULTS = Catalogue()
     "an error at eval is undone like one at build, and pages that hold garbage are read again",
     "server.closing:fail_step",
     loads.EVAL_FAILS,
-    "plan",
-    "plan",
+    "fold",
+    "fold",
     "PoolReset",
 )
 def eval_undone_as_build(original: Any, witness: Witness) -> Any:
@@ -41,8 +41,8 @@ def eval_undone_as_build(original: Any, witness: Witness) -> Any:
     "after an error at eval the prefix index stays: rows that were lost can be found",
     "statemachine.commands:pool_reset",
     loads.EVAL_FAILS,
-    "plan",
-    "plan",
+    "fold",
+    "fold",
     "PoolReset",
 )
 def index_stays(original: Any, witness: Witness) -> Any:

@@ -114,15 +114,15 @@ def test_with_the_fault_in_replay_names_the_step_and_the_pool_reset_that_is_miss
     tape = tmp_path / "tape.log"
     with raising(EVAL, {4}):
         _, witness = asking.with_fault("S13", _asked(kernel), tape)
-    code, report = asking.replayed(tape, kernel, "plan", capsys)
+    code, report = asking.replayed(tape, kernel, "fold", capsys)
     found = report["divergence"]
     assert code == 1
-    assert (found["class"], found["step"], found["record"]) == ("plan", 4, "StepFailed")
+    assert (found["class"], found["step"], found["record"]) == ("fold", 4, "StepFailed")
     assert witness.first is not None
     assert (witness.first.step, witness.first.record) == (4, "StepFailed")
-    (value,) = found["values"]
-    assert '"PoolReset"' in value["derived"]
-    assert '"Trimmed"' in value["recorded"]
+    assert "(PoolReset)" in found["summary"]
+    assert '"Trimmed"' in found["event"]
+    assert found["sequence"] == 0
 
 
 def test_a_pool_reset_means_that_every_live_sequence_is_preempted(tmp_path: Path) -> None:
