@@ -13,8 +13,6 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from msgspec import structs
-
 from statemachine import commands
 from statemachine.events import Event, PrefixAdopted
 from statemachine.geometry import WINDOW, Geometry
@@ -174,28 +172,24 @@ def _try(draft: Draft, request: int, skipped: list[int]) -> tuple[Event, ...] | 
             state, opening = apply_all(state, opened), opening + opened
     stream = draft.request(request).stream
     tokens = stream.slice(0, stream.length)
-    for hit in _adoptions(draft, state, request, tokens):
+    for hit in _adoptions(draft, state, request):
         adopted = commands.adopt(state, request, tokens, hit)
         if _fits(draft, apply_all(state, adopted), request, len(tokens)):
             return opening + adopted
     return None
 
 
-def _adoptions(
-    draft: Draft, state: State, request: int, tokens: tuple[int, ...]
-) -> list[Hit | None]:
+def _adoptions(draft: Draft, state: State, request: int) -> list[Hit | None]:
     """What to bound the adoption by, best first; None takes all that the index holds.
 
-    A block that is adopted in part is held beside its copy until the step is written. Where
-    nothing else runs, and so nothing will make room, a request must be able to start without.
+    Adopted blocks count beside all that a window holds at once. Where nothing else runs, and so
+    nothing will make room, a request must be able to start without them.
     """
-    namespace = draft.request(request).arrived.namespace
     if draft.policy.prefix_cache and draft.running:
         return [None]
-    hit = commands.lookup(state, namespace, tokens if draft.policy.prefix_cache else ())
-    size = state.geometry.block_size
-    whole = min(hit.rows, len(tokens) - 1) // size * size
-    return [structs.replace(hit, rows=rows) for rows in (hit.rows, whole, 0)]
+    namespace = draft.request(request).arrived.namespace
+    nothing = commands.lookup(state, namespace, ())
+    return [None, nothing] if draft.policy.prefix_cache else [nothing]
 
 
 def _fits(draft: Draft, state: State, request: int, rows: int) -> bool:

@@ -238,6 +238,14 @@ def test_a_stop_string_across_tokens_ends_with_a_finished_record_before_its_step
     assert isinstance(sim.capture.records[place + 1], StepDone)
 
 
+def test_an_end_token_is_no_text_in_which_a_stop_string_could_be() -> None:
+    sim = Sim(decoder=Letters, script=lambda seq, position: 63 if position == 8 else 7)
+    inbox = sim.submit(range(6), 9, end_tokens=(63,), stop=(chr(ord("A") + 63),))
+    sim.run()
+    assert (inbox.reason, inbox.tokens) == ("stop", (7, 7))
+    assert sim.records(Finished) == []
+
+
 def test_a_detokeniser_that_raises_ends_its_request_only() -> None:
     sim = Sim(decoder=Letters, script=lambda seq, position: 60 if seq == 0 else 7)
     inbox = sim.submit(range(5), 9, stop=("never",))

@@ -422,20 +422,42 @@ def test_no_lookup_and_no_publication_without_the_prefix_cache() -> None:
     assert (status["cached"], status["free"]) == (0, 64)
 
 
-def test_a_lone_request_starts_where_its_own_cached_blocks_fill_the_pool() -> None:
-    # 15 of 16 rows are cached in all four blocks; the last is used in part, and a copy of it
-    # would take a fifth. Whole blocks only leave room.
-    sim = Sim(pool(4), structs.replace(POLICY, watermark_blocks=2))
-    prompt = tuple(range(15))
-    first = sim.submit(prompt, 1)
+def test_a_lone_request_whose_adoption_does_not_fit_starts_without_it() -> None:
+    # The window group has just what a window of 8 rows and a piece of 16 take: 7 blocks. Two are
+    # adopted, and six more would be needed for the rest of the prompt.
+    geometry = Geometry(4, (Group(num_blocks=64), Group("window", num_blocks=7, window=8)))
+    sim = Sim(geometry, structs.replace(POLICY, context_tokens=128))
+    prompt = [n % 50 for n in range(64)]
+    sim.submit(prompt[:40], 1)
     sim.run()
-    second = sim.submit((*prompt[:12], 40, 41, 42), 1)
-    sim.run()
-    third = sim.submit(prompt, 1)
-    sim.run(steps_max=20)
-    assert third.tokens == first.tokens
-    assert second.tokens
-    assert sim.idle_counts() == idle(pool(4))
+    longer = sim.submit(prompt, 2)
+    sim.run(steps_max=30)
+    assert (longer.reason, longer.cached_tokens) == ("length", 0)
+    shorter = sim.submit((*prompt[:56], 60, 61), 2)
+    sim.run(steps_max=30)
+    assert shorter.cached_tokens == 56
+
+
+def test_the_oldest_running_request_is_not_preempted_even_with_the_fewest_tokens() -> None:
+    policy = Policy(max_running=4, prefill_chunk=1, prefix_cache=False, watermark_blocks=0)
+    view = view_of(pool(6), arrived(0, 16), arrived(1, 3, max_tokens=20))
+    gone: list[int] = []
+    while not gone:
+        view, plan = run_step(view, policy)
+        gone = [e.seq for e in plan.events if isinstance(e, Preempted)]
+    assert view.requests[0].output_tokens == 0
+    assert view.requests[1].output_tokens > 0
+    assert gone == [1]
+
+
+def test_an_admission_leaves_the_watermark_free_while_others_run() -> None:
+    for watermark, running in ((2, (0,)), (1, (0, 1))):
+        policy = Policy(max_running=4, prefix_cache=False, watermark_blocks=watermark)
+        view, _ = run_step(view_of(pool(8), arrived(0, 7)), policy)
+        view, _ = run_step(receive(view, arrived(1, 20)), policy)
+        assert view.running == running
+    alone = Policy(max_running=4, prefix_cache=False, watermark_blocks=8)
+    assert run_step(view_of(pool(8), arrived(0, 7)), alone)[0].running == (0,)
 
 
 def test_pads_that_do_not_fit_the_pool_are_left_out() -> None:
