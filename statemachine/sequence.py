@@ -22,14 +22,14 @@ NO_TOKEN = -1
 """Stands for the token of a lookahead row, which is not known yet."""
 
 
-class Speculative(Struct, frozen=True):
+class Speculative(Struct, frozen=True, gc=False):
     """A row that may be taken back: `token` is NO_TOKEN for lookahead; `step` issued it."""
 
     token: int
     step: int
 
 
-class Sequence(Struct, frozen=True):
+class Sequence(Struct, frozen=True, gc=False):
     """A sequence's lengths, content and tables; see the module's picture.
 
     keys: the key of each full committed block; packed: its tokens, 8 bytes each.

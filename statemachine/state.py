@@ -24,7 +24,7 @@ NO_ENTRY = 0
 """No index entry: the block is not published. Also the parent of a namespace's first block."""
 
 
-class Block(Struct, frozen=True):
+class Block(Struct, frozen=True, gc=False):
     """A held or published block: entries in tables, pins, and the index entry that names it."""
 
     refs: int = 0
@@ -32,7 +32,7 @@ class Block(Struct, frozen=True):
     entry: int = NO_ENTRY
 
 
-class Queue(Struct, frozen=True):
+class Queue(Struct, frozen=True, gc=False):
     """Blocks in order of arrival: `items` by position, `places` by block. Taken from `head` on."""
 
     items: Map[int, int] = Map()
@@ -41,7 +41,7 @@ class Queue(Struct, frozen=True):
     tail: int = 0
 
 
-class GroupState(Struct, frozen=True):
+class GroupState(Struct, frozen=True, gc=False):
     """One group's blocks. Blocks from `unused` on were never taken; the others' free ones queue."""
 
     blocks: Map[int, Block] = Map()
@@ -50,7 +50,7 @@ class GroupState(Struct, frozen=True):
     cached: Queue = Queue()
 
 
-class Entry(Struct, frozen=True):
+class Entry(Struct, frozen=True, gc=False):
     """One block of tokens that can be found: exact namespace, parent entry and tokens.
 
     blocks: per group, the blocks that hold these rows, oldest first. It stays while it has blocks
