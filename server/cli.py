@@ -10,7 +10,6 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from importlib import metadata
 from typing import Any, NoReturn, Protocol
 
@@ -44,21 +43,7 @@ Build = Callable[[Settings, Callable[[str], None]], tuple[RunningEngine, Tokeniz
 
 
 def main(argv: Sequence[str] | None = None, build: Build | None = None) -> int:
-    """The exit code. `build` makes the engine (tests give another one).
-
-    As a program (no `argv`) it ends the process itself. Up to Python 3.12 a joined thread may still
-    be at its end in the operating system, and MLX aborts where its globals go before such a thread.
-    """
-    code = _run(argv, build)
-    if argv is None:
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):
-                stream.flush()
-        os._exit(code)
-    return code
-
-
-def _run(argv: Sequence[str] | None, build: Build | None) -> int:
+    """The exit code. `build` makes the engine (tests give another one)."""
     try:
         arguments = vars(_parser().parse_args(argv))
         command = arguments.pop("command")

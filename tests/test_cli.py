@@ -317,18 +317,6 @@ def test_an_answer_that_cannot_be_written_is_told_without_a_traceback(
     assert last == "the answer cannot be written: No space left on device"
 
 
-def test_a_program_ends_without_waiting_for_what_python_would_tear_down(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # MLX aborts where its globals go while the engine's thread is at its end.
-    ended: list[int] = []
-    monkeypatch.setattr(sys, "argv", ["mlxtape", "serve", "--port", "x"])
-    monkeypatch.setattr(os, "_exit", ended.append)
-    main()
-    assert ended == [WRONG_USAGE]
-    assert sentence(*capsys.readouterr()).startswith("port must be a whole number")
-
-
 def test_an_interrupt_ends_generate_quietly_and_its_tape_in_order(
     folder: Path, tmp_path: Path
 ) -> None:
