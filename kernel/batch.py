@@ -66,7 +66,7 @@ class StepResult(Struct, frozen=True):
 
 
 class BuildFailed(Exception):
-    """Raised while the graph was built: the pages are sound. `seq`: the sequence at fault, if known."""
+    """Raised while the graph was built: the pages are sound. `seq`: the one at fault, if known."""
 
     def __init__(self, message: str, seq: int | None = None) -> None:
         super().__init__(message)
