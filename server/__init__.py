@@ -1,0 +1,11 @@
+"""The server: a pure scheduler, the loop that carries its plans out, the tape's writer, and HTTP.
+
+    cli.py -> build.py -> engine.py (the thread) -> loop.py (one step)
+    a step: view.receive(inputs) -> scheduler.plan_step -> capture.write -> kernel.issue, collect
+            -> closing.close_step -> closing.settle -> clients.py (news to whoever asked)
+    listen.py -> guard.py -> app.py -> wire.py, chat.py (a request's tokens) -> desk.py, stream.py
+    scheduler.py, admission.py, sharing.py, closing.py, view.py, tokenlog.py, policy.py are pure:
+    replay runs them again on a tape's inputs.
+
+No file here touches a page array; only capture.py writes the tape.
+"""
