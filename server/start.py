@@ -1,0 +1,18 @@
+"""Start: the console script `mlxtape`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from .home import start
+
+
+def _load() -> Callable[[], int]:
+    from .cli import main
+
+    return main
+
+
+def main() -> int:
+    """The exit code."""
+    return start("mlxtape", _load)
