@@ -120,6 +120,7 @@ def _replay(path: str, options: Options) -> Outcome:
     checker = checker_for(options, fold)
     divergence: Divergence | None = None
     stopped_at: int | None = None
+    at_end = False
     try:
         for record in tape:
             step = getattr(record, "step", None)
@@ -128,16 +129,17 @@ def _replay(path: str, options: Options) -> Outcome:
                 break
             _feed(fold, checker, record)
         else:
+            at_end = True
             _last_step(fold, tape, options)
         fold.finish()
     except Diverged as diverged:
         divergence = diverged.divergence
     divergence = _finish(checker, divergence)
-    torn = tape.torn or (stopped_at is None and not tape.ended)
-    code = DIVERGED if divergence else TORN if torn and stopped_at is None else CLEAN
+    torn = at_end and (tape.torn or not tape.ended)
+    code = DIVERGED if divergence else TORN if torn else CLEAN
     outcome = Outcome(
         path, options.depth, code, fold.counts, tape.header, divergence,
-        torn and stopped_at is None, stopped_at, tape.position, list(tape.notes),
+        torn, stopped_at, tape.position, list(tape.notes),
     )  # fmt: skip
     _add_notes(outcome, fold, tape)
     if checker is not None:
