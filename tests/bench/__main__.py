@@ -21,6 +21,7 @@ def main(arguments: list[str]) -> int:
     table = Table()
     sections = arguments or ["machine", "model", "http"]
     model = next(iter(BUNDLED))
+    plain: dict[int, float] = {}
     if "machine" in sections:
         table.section("what the tape costs (64 decode rows, one core)")
         machine.state_machine(table)
@@ -33,12 +34,12 @@ def main(arguments: list[str]) -> int:
         from .throughput import throughput
 
         table.section(f"{model}, in process (answers of 24 tokens, contexts of 128)")
-        throughput(table, load_model(model))
+        plain = throughput(table, load_model(model))
     if "http" in sections:
-        from .http import closed_loop
+        from .http import over_http
 
-        table.section(f"{model}, through HTTP, streamed, closed loop (prompts of 100 words)")
-        closed_loop(table, model)
+        table.section(f"{model}, through HTTP, streamed (prompts of 100 words, answers of 64)")
+        over_http(table, model, plain)
     path = Path(tempfile.gettempdir()) / "mlxtape-bench.json"
     table.save(path, named)
     print(f"\nkept in {path}")

@@ -1,4 +1,4 @@
-"""A closed loop over real HTTP: each client sends its next chat when the last one ended."""
+"""Chats over real HTTP: so many clients that stream an answer each, at once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from .table import Table
 CLIENTS = (1, 4, 16, 32)
 ANSWER_TOKENS = 64
 PROMPT_WORDS = 100
-ROUNDS = 2
 WORDS = (
     *("river", "stone", "light", "table", "green", "seven", "walk", "paper", "cloud", "under"),
     *("minute", "garden", "silver", "bread", "window", "music", "letter", "harbour", "winter"),
@@ -45,46 +44,55 @@ def server(model: str, *flags: str) -> Iterator[str]:
             process.terminate()
 
 
-def closed_loop(table: Table, model: str) -> None:
-    """Output tokens a second and time to the first token, by number of clients."""
+def over_http(table: Table, model: str, plain: dict[int, float]) -> None:
+    """Rates by number of clients that chat at once; `plain` are plain loops' decode rates."""
     with server(model) as address:
         for clients in CLIENTS:
-            rate, first_ms = asyncio.run(_load(address, model, clients))
-            table.add(f"{clients} clients, output", rate, "tokens/s")
+            answers = asyncio.run(_burst(address, model, clients))
+            rate, decode, first_ms = _figures(answers)
+            table.add(f"{clients} clients, output, prompts included", rate, "tokens/s")
+            table.add(
+                f"{clients} clients, decode", decode, "tokens/s", plain.get(clients), "plain loop"
+            )
             table.add(f"{clients} clients, time to first token", first_ms, "ms")
 
 
-async def _load(address: str, model: str, clients: int) -> tuple[float, float]:
+def _figures(answers: list[list[float]]) -> tuple[float, float, float]:
+    """Tokens/s over all, tokens/s while every client has its first token and none its last, and
+    the median time to the first token in milliseconds. An answer: its start, then its tokens.
+    """
+    started = min(times[0] for times in answers)
+    ended = max(times[-1] for times in answers)
+    begin = max(times[1] for times in answers)
+    end = min(times[-1] for times in answers)
+    within = sum(begin < at <= end for times in answers for at in times[1:])
+    total = sum(len(times) - 1 for times in answers)
+    first = statistics.median(times[1] - times[0] for times in answers)
+    return total / (ended - started), within / (end - begin), first * 1e3
+
+
+async def _burst(address: str, model: str, clients: int) -> list[list[float]]:
+    """Chats that start at once; for each when it started and when each of its tokens came."""
     generator = random.Random(clients)
     async with AsyncOpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
-        firsts: list[float] = []
-        tokens = 0
 
-        async def chat(text: str) -> int:
-            started, count = time.perf_counter(), 0
+        async def chat(text: str) -> list[float]:
+            times = [time.perf_counter()]
             stream = await client.chat.completions.create(
                 model=model,
                 messages=[{"role": "user", "content": text}],
                 max_tokens=ANSWER_TOKENS,
                 temperature=0,
                 stream=True,
-                stream_options={"include_usage": True},
             )
             async for chunk in stream:
-                if chunk.choices and chunk.choices[0].delta.content and not count:
-                    firsts.append(time.perf_counter() - started)
-                    count = 1
-                if chunk.usage is not None:
-                    return chunk.usage.completion_tokens
-            return 0
+                if chunk.choices and chunk.choices[0].delta.content:
+                    times.append(time.perf_counter())
+            return times
 
-        async def one() -> int:
-            done = 0
-            for _ in range(ROUNDS):
-                done += await chat(" ".join(generator.choices(WORDS, k=PROMPT_WORDS)))
-            return done
-
-        started = time.perf_counter()
-        tokens = sum(await asyncio.gather(*(one() for _ in range(clients))))
-        spent = time.perf_counter() - started
-        return tokens / spent, statistics.median(firsts) * 1e3
+        texts = [
+            "Write a very long story with these words: "
+            + " ".join(generator.choices(WORDS, k=PROMPT_WORDS))
+            for _ in range(clients)
+        ]
+        return list(await asyncio.gather(*(chat(text) for text in texts)))

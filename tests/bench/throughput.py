@@ -28,17 +28,19 @@ PREFILL_TOKENS = 512
 RUNS = 3
 
 
-def throughput(table: Table, loaded: LoadedModel) -> None:
-    """Prefill of 512 tokens, and decode at each batch size."""
+def throughput(table: Table, loaded: LoadedModel) -> dict[int, float]:
+    """Prefill of 512 tokens, and decode at each batch size; returns what plain loops decode."""
     engine = _engine(loaded)
     plain = statistics.median(_plain_prefill(loaded.model) for _ in range(RUNS))
     paged = statistics.median(_paged_prefill(engine, run) for run in range(RUNS))
     table.add(f"prefill, {PREFILL_TOKENS} tokens", paged, "tokens/s", plain, "plain loop")
+    rates: dict[int, float] = {}
     for batch in BATCHES:
-        plain = statistics.median(_plain_decode(loaded.model, batch) for _ in range(RUNS))
+        rates[batch] = statistics.median(_plain_decode(loaded.model, batch) for _ in range(RUNS))
         paged = statistics.median(_paged_decode(engine, batch, run) for run in range(RUNS))
-        table.add(f"decode, {batch} rows", paged, "tokens/s", plain, "plain loop")
+        table.add(f"decode, {batch} rows", paged, "tokens/s", rates[batch], "plain loop")
     engine.stop()
+    return rates
 
 
 def _engine(loaded: LoadedModel) -> Engine:
