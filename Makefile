@@ -7,12 +7,13 @@ EXTRA ?= $(if $(filter Linux,$(shell uname -s)),cpu,)
 MODEL ?= smollm2-135m
 SECONDS ?= 60
 
-.PHONY: help setup model demo serve test check format bench faults clean
+.PHONY: help setup model demo serve test check format bench faults sim clean
 help:
 	@echo "make demo    8 chats at once on a real model, captured and replayed, then with a fault put in"
 	@echo "make serve   serve $(MODEL) on 127.0.0.1:8080 (MODEL=path for your own)"
 	@echo "make test    all tests        make check   format, lint and types"
 	@echo "make faults  put each known bug back and let replay find it"
+	@echo "make sim     random loads for SECONDS=60, each clean at fold and plan"
 	@echo "make bench   measure on this machine"
 
 setup: $(VENV)/installed
@@ -45,6 +46,9 @@ check: setup
 format: setup
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+sim: setup
+	@$(BIN)/python -m tests.simulation --seconds $(SECONDS)
 
 bench: model
 	@$(BIN)/python -m tests.bench

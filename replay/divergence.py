@@ -108,7 +108,8 @@ def concerns(event: Event, seq: int) -> bool:
 def text_for(event: Event, seq: int) -> str:
     """An event as text, with only the named sequence's column of a columnar one."""
     if isinstance(event, AppendedEach) and seq in event.seqs:
-        tokens = None if event.tokens is None else (event.tokens[event.seqs.index(seq)],)
+        place = event.seqs.index(seq)
+        tokens = None if event.tokens is None else event.tokens[place : place + 1]
         return event_text(AppendedEach(event.step, (seq,), tokens, event.purpose))
     return event_text(event)
 

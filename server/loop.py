@@ -258,13 +258,20 @@ class Loop:
             blamed=blamed,
             exc_info=None if expected else error,
         )
-        before = self.view
-        events = scheduler.fail_step(before, plan, stage, blamed)
-        self.view = scheduler.settle_failed(before, plan, stage, blamed, events)
+        before, said = self.view, str(error) or type(error).__name__
+        try:
+            events = scheduler.fail_step(before, plan, stage, blamed)
+            after = scheduler.settle_failed(before, plan, stage, blamed, events)
+        except Exception:
+            # The state itself is broken: nothing can be undone, and the engine ends. Its tape must
+            # not end as if the process had been killed in this step.
+            digest = before.state.digest
+            self._flush([StepFailed(plan.step, stage, said, blamed, (), digest)])
+            raise
+        self.view = after
         self._count(events)
         self.counters.failed_steps += 1
         self.counters.failures_in_a_row += 1
-        said = str(error) or type(error).__name__
         self.failure = said
         self._unwritten.append(
             StepFailed(plan.step, stage, said, blamed, events, self.view.state.digest)

@@ -470,6 +470,23 @@ def test_a_bug_in_closing_ends_what_is_live_and_the_engine_goes_on(
     clean(sim)
 
 
+def test_a_step_that_cannot_even_be_undone_is_on_tape_before_the_engine_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sim = Sim()
+    sim.submit(range(5), 6)
+    sim.step()
+    with monkeypatch.context() as patch:
+        patch.setattr("server.scheduler.close_step", None)
+        patch.setattr("server.scheduler.fail_step", None)
+        with pytest.raises(TypeError):
+            sim.step()
+    (failed,) = sim.records(StepFailed)
+    assert (failed.step, failed.stage, failed.events) == (2, "close", ())
+    assert failed.digest == sim.records(StepPlanned)[-1].digest
+    assert [record.step for record in sim.records(StepDone)] == [1]
+
+
 def test_more_requests_than_the_queue_holds_are_refused_and_the_rest_is_served() -> None:
     sim = Sim(waiting_max=3)
     inboxes = [sim.submit([n] * 4, 2) for n in range(3)]

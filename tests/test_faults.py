@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +10,15 @@ import pytest
 from attrs import evolve
 from msgspec import structs
 
-from kernel.fake import Failure
-from replay.run import CLEAN, FORWARD, PLAN, REFERENCE, Options
-from replay.run import replay as run_replay
-from server.policy import Policy
-from statemachine.geometry import Geometry, Group
+from replay.run import FORWARD, PLAN, REFERENCE
+from statemachine.geometry import Group
 
 from .faults import loads, runner
 from .faults.catalogue import ALL, BY_NAME
 from .faults.fault import Fault, Witness, replaced
-from .faults.loads import FAKE, SMOLLM2, VOCAB, Load, Request
+from .faults.loads import FAKE, SMOLLM2, VOCAB, Load
 from .faults.runner import record, replay, run
+from .simulation import check, happened
 
 CLEAN_RUNS = 40
 
@@ -123,66 +121,14 @@ def test_the_documentation_lists_every_fault_with_its_depth_and_class() -> None:
         assert rows[fault.name] == (fault.depth + late, f"{fault.kind} |")
 
 
-def random_load(seed: int) -> Load:
-    """Requests, pool and policy out of a seed: small pools, chunks, tiles, cancels, failures."""
-    generator = random.Random(seed)
-    size = generator.choice([1, 4, 16])
-    groups = (Group(num_blocks=generator.choice([1, 2, 4]) * max(2, 96 // size)),)
-    if size == 4 and generator.random() < 0.3:
-        groups += (Group(kind="window", window=8, sink=generator.choice([0, 2]), num_blocks=96),)
-    stem = loads.tokens(40, seed)
-    requests = []
-    for number in range(generator.randint(4, 14)):
-        own = loads.tokens(generator.randint(1, 40), 1000 * seed + number)
-        kept = generator.choice([0, 0, size, 17, 40])
-        at = 1 + generator.randint(0, 3) * number
-        cancelled = generator.random() < 0.15
-        requests.append(
-            Request(
-                (stem[:kept] + own)[:60],
-                generator.randint(1, 24),
-                at=at,
-                cancel_at=at + generator.randint(0, 9) if cancelled else None,
-                temperature=generator.choice([0.0, 1.0]),
-                seed=number,
-                end_tokens=tuple(range(generator.choice([0, 0, 4]))),
-            )
-        )
-    tile = generator.choice([1, 1, 8, 32])
-    policy = Policy(
-        max_batch_tokens=generator.choice([32, 64, 256]),
-        max_running=generator.choice([2, 8, 32]),
-        prefill_chunk=generator.choice([8, 16, 64]),
-        prefill_tile=tile,
-        prefill_cohort=generator.random() < 0.3,
-        prefix_cache=generator.random() < 0.8,
-        watermark_blocks=generator.choice([0, 2]),
-        context_tokens=96,
-    )
-    failures = generator.sample(range(2, 40), generator.choice([0, 0, 1, 3]))
-    fail = {step: Failure(generator.choice(["build", "eval"])) for step in failures}
-    hashing = generator.choice(["xxh3"] * 9 + ["constant"])
-    geometry = Geometry(block_size=size, groups=groups, hash=hashing)
-    return Load(f"seed {seed}", tuple(requests), policy, geometry, fail=fail)
-
-
 @pytest.mark.slow
 def test_clean_runs_of_all_settings_show_nothing_at_fold_and_plan(tmp_path: Path) -> None:
-    preempted = failed = cancelled = shared = 0
+    had = Counter[str]()
     for seed in range(CLEAN_RUNS):
-        load = random_load(seed)
-        tape = tmp_path / f"{seed}.log"
-        played = record(load, tape)
-        outcome = run_replay(str(tape), Options(PLAN))
-        assert played.error == "", f"seed {seed}"
-        assert outcome.exit_code == CLEAN, f"seed {seed}: {outcome.divergence}"
-        assert None not in played.reasons, f"seed {seed}"
-        preempted += played.preemptions > 0
-        failed += played.failed_steps > 0
-        cancelled += "cancelled" in played.reasons
-        shared += played.adopted_rows > 0
+        had.update(happened(check(seed, tmp_path)))
     # A run says nothing of what did not happen in it.
-    assert min(preempted, failed, cancelled, shared) >= CLEAN_RUNS // 10
+    wanted = ("preemption", "failed step", "cancel", "adopted prefix")
+    assert min(had[name] for name in wanted) >= CLEAN_RUNS // 10
 
 
 def test_the_same_requests_give_the_same_answers_with_and_without_failures(tmp_path: Path) -> None:

@@ -68,7 +68,8 @@ class Load:
 class Played:
     """What became of a load: answers and ends by request; `error` where the engine itself died.
 
-    adopted_rows: prompt rows that first admissions took from the prefix index.
+    adopted_rows: prompt rows that first admissions took from the prefix index. held_blocks: what
+    is still held once all is over.
     """
 
     answers: tuple[tuple[int, ...], ...]
@@ -77,6 +78,7 @@ class Played:
     preemptions: int
     failed_steps: int
     adopted_rows: int
+    held_blocks: int = 0
     error: str = ""
 
 
@@ -132,6 +134,7 @@ def play(
         preemptions=status["preemptions"],
         failed_steps=status["failed_steps"],
         adopted_rows=sum(inbox.cached_tokens for inbox in inboxes),
+        held_blocks=status["held"],
         error=error,
     )
 
