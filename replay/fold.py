@@ -41,6 +41,7 @@ from statemachine.transitions import apply, apply_all
 from .divergence import CRASH, FOLD, Diverged, Divergence, History, Values, event_text
 from .errors import Unusable
 from .observed import Observer, Pieces
+from .soundness import require_sound
 
 _LENGTHS_STAY = frozenset({StepWritten, BlockPublished, BlockEvicted})
 """Events that move no offset: after only these, offsets are those of before, for less work."""
@@ -126,6 +127,7 @@ class Fold:
             raise Unusable(f"the checkpoint after step {record.step} is of another geometry")
         first = self.counts.records == 2
         if first or self._lost:
+            require_sound(state, record.step)
             self._state, self._lost = state, False
             self.pieces.clear()
         elif state.digest != self.state.digest or record.digest != state.digest:

@@ -7,6 +7,7 @@ from the sequences alone, so that both sides share no computation but the hash o
 from __future__ import annotations
 
 import struct
+from itertools import pairwise
 from typing import NoReturn, TypeVar
 
 from msgspec import Struct
@@ -89,6 +90,9 @@ class Observer:
         if record.shadow.found:
             self._content(record, pieces)
         sampled = record.sampled
+        if not _are_pieces(sampled, len(pieces.seqs)):
+            wanted = f"some of the pieces below {len(pieces.seqs)}, in order"
+            self._differs(record, pieces, -1, "samples of pieces", wanted, sampled, "")
         if not len(sampled) == len(record.tokens) == len(record.logits) == len(record.margins):
             self._differs(
                 record, pieces, -1, "sampled tokens", len(sampled), len(record.tokens), ""
@@ -293,6 +297,13 @@ class Observer:
 def table_hash(table: tuple[int, ...]) -> int:
     """xxh3_64 of block ids as int32, little-endian: how a table stands on tape (records.py)."""
     return xxh3_64_intdigest(struct.pack(f"<{len(table)}i", *table))
+
+
+def _are_pieces(numbers: tuple[int, ...], count: int) -> bool:
+    """Whether these are numbers of pieces, in ascending order."""
+    if numbers == tuple(range(count)):
+        return True
+    return all(at < to for at, to in pairwise((-1, *numbers, count)))
 
 
 def tag_text(tag: int) -> str:

@@ -134,6 +134,11 @@ class Planner:
     def _done(self, record: StepDone) -> None:
         view, plan = self._known(), self._answered(record.step, "StepDone")
         finished, self._finished = self._finished, ()
+        sampling = tuple(at for at, piece in enumerate(plan.pieces) if piece.samples)
+        if record.sampled != sampling:
+            what = f"pieces {record.sampled} sampled, where pieces {sampling} end their streams"
+            values = (Values("sampled pieces", record.sampled, sampling),)
+            raise Diverged(Divergence(PLAN, record.step, what, "StepDone", values=values))
         try:
             events = scheduler.close_step(view, plan, record.tokens, finished)
         except (ValueError, StateMachineError) as error:

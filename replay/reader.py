@@ -61,7 +61,9 @@ class Tape:
                 for record in decoder.feed(chunk):
                     self.position = decoder.position
                     self.ended = isinstance(record, TapeEnded)
-                    if first and isinstance(record, Header):
+                    if isinstance(record, Header):
+                        if not first:
+                            raise CodecError("a header stands in the middle: two tapes were joined")
                         self._check_segment(record, source, number)
                     first = False
                     yield record

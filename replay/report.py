@@ -10,6 +10,8 @@ from msgspec import structs
 from .divergence import CONTENT, CRASH, FOLD, OBSERVATION, PLAN, TOKEN, Divergence, Value
 from .run import DIVERGED, Outcome
 
+LINE_CHARS_MAX = 4000
+
 MEANING = {
     FOLD: (
         "The events on tape do not lead to the state that is on tape: an event was lost, changed "
@@ -78,7 +80,14 @@ def as_text(outcome: Outcome) -> str:
     lines += [f"note      {note}" for note in outcome.notes]
     if outcome.divergence is not None:
         lines += ["", *_divergence_lines(outcome.divergence)]
-    return "\n".join(lines)
+    return "\n".join(map(_shortened, lines))
+
+
+def _shortened(line: str) -> str:
+    """A line that a terminal can take; the JSON report has all of it."""
+    if len(line) <= LINE_CHARS_MAX:
+        return line
+    return f"{line[:LINE_CHARS_MAX]} ... ({len(line)} characters; --json has all of them)"
 
 
 def _divergence_lines(found: Divergence) -> list[str]:

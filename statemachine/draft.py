@@ -26,6 +26,9 @@ from .events import NO_BLOCK
 from .sequence import Sequence
 from .state import Block, Entry, GroupState, Queue, State
 
+SKIPPED_MAX = 1024
+"""Blocks never used that one event may pass over: commands pass over none, hands may a few."""
+
 
 class QueueDraft:
     """A queue while it changes."""
@@ -103,6 +106,11 @@ class GroupDraft:
             )
         if number in self.blocks:
             raise InvariantBroken(f"block {number} of group {self.number} is in use, not free")
+        if number > self.unused + SKIPPED_MAX:
+            raise InvariantBroken(
+                f"block {number} of group {self.number} is far beyond block {self.unused}, the "
+                "next one that was never used"
+            )
         if number >= self.unused:
             for skipped in range(self.unused, number):
                 self._push_free(skipped)

@@ -10,6 +10,9 @@ RECURRENT = "recurrent"
 OPAQUE = "opaque"
 PAGED = (FULL, WINDOW)
 
+ROWS_MAX = (1 << 31) - 1
+"""Rows of a group: kernels count them, positions and slots in 32 bits."""
+
 
 class Group(Struct, frozen=True, omit_defaults=True):
     """Layers whose rows live alike.
@@ -54,16 +57,23 @@ def check(geometry: Geometry) -> None:
     if geometry.hash not in ("xxh3", "constant"):
         raise ValueError(f"hash must be xxh3 or constant, not {geometry.hash!r}")
     for number, group in enumerate(geometry.groups):
-        _check_group(number, group)
+        _check_group(number, group, geometry.block_size)
 
 
-def _check_group(number: int, group: Group) -> None:
+def _check_group(number: int, group: Group, block_size: int) -> None:
     if group.kind == RECURRENT:
         raise ValueError(f"group {number}: recurrent groups are reserved, not built yet")
     if group.kind not in (FULL, WINDOW, OPAQUE):
         raise ValueError(f"group {number}: kind must be full, window or opaque, not {group.kind!r}")
     if group.paged and group.num_blocks < 1:
         raise ValueError(f"group {number}: num_blocks must be at least 1, not {group.num_blocks}")
+    if group.paged and group.num_blocks * block_size > ROWS_MAX:
+        raise ValueError(
+            f"group {number}: {group.num_blocks} blocks of {block_size} rows are more than "
+            f"{ROWS_MAX} rows: give it fewer"
+        )
+    if max(group.window, group.sink) > ROWS_MAX:
+        raise ValueError(f"group {number}: window and sink must be at most {ROWS_MAX} rows")
     if group.kind == WINDOW and group.window < 1:
         raise ValueError(f"group {number}: window must be at least 1, not {group.window}")
     if group.sink < 0 or (group.sink and group.kind != WINDOW):

@@ -18,6 +18,24 @@ from .tags import root_key, row_tag
 Check = Callable[[State], Iterator[str]]
 
 
+def shapes_fit_the_geometry(state: State) -> Iterator[str]:
+    """One table, start and list of blocks a group; ids below the next ones; parents come first."""
+    groups = len(state.geometry.groups)
+    if len(state.groups) != groups:
+        yield f"{len(state.groups)} groups of blocks for {groups} of the geometry"
+    for seq, sequence in state.sequences.items():
+        if not len(sequence.tables) == len(sequence.starts) == groups or len(sequence.marks) % 2:
+            yield f"sequence {seq}: tables, starts or marks are not as many as they should be"
+        if seq > state.last_seq:
+            yield f"sequence {seq} is open, and the last one opened is {state.last_seq}"
+    for number, entry in state.entries.items():
+        if len(entry.blocks) != groups or not entry.parent < number < state.next_entry:
+            yield f"entry {number} does not fit the index"
+    for key, numbers in state.by_key.items():
+        if any(at not in state.entries or state.entries[at].key != key for at in numbers):
+            yield f"key {key} names entries that are not its"
+
+
 def blocks_add_up(state: State) -> Iterator[str]:
     """free + cached + held = all, in each group."""
     for group in state.paged_groups():
@@ -198,6 +216,7 @@ def digest_is_kept(state: State) -> Iterator[str]:
 
 CHEAP: tuple[Check, ...] = (blocks_add_up,)
 ALL: tuple[Check, ...] = (
+    shapes_fit_the_geometry,
     blocks_add_up,
     queues_are_sound,
     references_are_counted,
