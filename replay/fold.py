@@ -69,6 +69,7 @@ class Fold:
     """Feed it a tape's records in order.
 
     state: after the last record. pieces: the batches of steps that are not answered yet.
+    first_failed: the first step that raised, which is no divergence, but says what was wrong.
     only: a sequence; observations and content of others are not compared.
     """
 
@@ -76,6 +77,7 @@ class Fold:
         self.counts = Counts()
         self.history = History()
         self.pieces: dict[int, Pieces] = {}
+        self.first_failed: StepFailed | None = None
         self._invariants = invariants
         self._observer: Observer | None = None
         self._only = only
@@ -179,6 +181,7 @@ class Fold:
         self._compare_digest(record.step, "StepFailed", record.digest)
         self.counts.steps += 1
         self.counts.failed_steps += 1
+        self.first_failed = self.first_failed or record
 
     def _ended(self, record: TapeEnded) -> None:
         if self.pieces:

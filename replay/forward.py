@@ -56,6 +56,7 @@ class ForwardChecker:
         self._tokens = 0
         self._excused = 0
         self._largest = 0.0
+        self._built_here: list[int] = []
 
     def feed(self, record: Record) -> None:
         """One record on. Raises Diverged, Unusable."""
@@ -83,6 +84,10 @@ class ForwardChecker:
             "steps run again": self._steps,
             "tokens sampled again": self._tokens,
         }
+        if self._built_here:
+            figures["failed builds that do not fail here"] = (
+                f"{len(self._built_here)}, the first in step {self._built_here[0]}"
+            )
         if self._exact:
             return {**figures, "rule": "equal bit for bit (same device and BLAS)"}
         return {
@@ -159,6 +164,7 @@ class ForwardChecker:
             # Its copies stand; whatever else is written here lies behind every offset.
             try:
                 self._kernel.collect(self._kernel.issue(self._batch(record.step, pieces, ())))
+                self._built_here.append(record.step)
             except BuildFailed:
                 return
             except EvalFailed as error:

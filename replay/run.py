@@ -192,7 +192,12 @@ def _last_step(fold: Fold, tape: Tape, options: Options) -> None:
 
 
 def _add_notes(outcome: Outcome, fold: Fold, tape: Tape) -> None:
-    counts = outcome.counts
+    counts, failed = outcome.counts, fold.first_failed
+    if failed is not None:
+        outcome.notes.append(
+            f"{counts.failed_steps} steps failed when they ran; the first, step {failed.step}, at "
+            f"{failed.stage}: {failed.error}"
+        )
     if counts.gaps:
         outcome.notes.append(
             f"{counts.lost_records} records are missing in {counts.gaps} gaps, where the disk was "

@@ -12,7 +12,7 @@ from msgspec import structs
 
 from kernel.batch import Batch, BuildFailed
 from kernel.blas import load_blas
-from kernel.fake import FakeClock, FakeKernel
+from kernel.fake import Failure, FakeClock, FakeKernel
 from replay import forward, models, reference
 from replay.divergence import CONTENT, CRASH, OBSERVATION, TOKEN
 from replay.errors import Unusable
@@ -23,7 +23,7 @@ from server.loop import Parts
 from server.policy import Policy
 from server.submission import Submission
 from statemachine.geometry import Geometry, Group
-from statemachine.records import Checkpoint, Gap, Parameters, Record, StepDone
+from statemachine.records import Checkpoint, Gap, Parameters, Record, StepDone, StepFailed
 
 from .sim import TIGHT, MemoryCapture, header, prompts
 from .tampering import changed, first_step, with_item, write
@@ -65,6 +65,21 @@ def test_a_run_with_failed_steps_runs_again_bit_for_bit(tmp_path: Path, on_fake:
     assert outcome.exit_code == CLEAN
     sampled = sum(len(r.tokens) for r in golden.records() if isinstance(r, StepDone))
     assert outcome.figures["tokens sampled again"] == sampled > 80
+
+
+def test_steps_that_failed_are_named_and_builds_that_do_not_fail_here_are_counted(
+    tmp_path: Path, on_fake: Any
+) -> None:
+    built = [r for r in golden.records() if isinstance(r, StepFailed) and r.stage == "build"]
+    failed = next(r for r in golden.records() if isinstance(r, StepFailed))
+    on_fake(fake_kernel())
+    outcome = run(tmp_path, golden.records())
+    said = f"the first, step {failed.step}, at {failed.stage}: {failed.error}"
+    assert any(note.endswith(said) for note in outcome.notes)
+    here = outcome.figures["failed builds that do not fail here"]
+    assert here == f"{len(built)}, the first in step {built[0].step}"
+    on_fake(fake_kernel(fail={r.step: Failure("build") for r in built}))
+    assert "failed builds that do not fail here" not in run(tmp_path, golden.records()).figures
 
 
 @pytest.mark.parametrize("field", ["tokens", "logits", "margins"])
