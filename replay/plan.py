@@ -34,6 +34,9 @@ from statemachine.records import (
 from .divergence import PLAN, Diverged, Divergence, Values, event_text
 from .errors import Unusable
 
+_IMPOSSIBLE = (ValueError, KeyError, StateMachineError)
+"""What the scheduler raises where the records before a step do not lead to it."""
+
 
 def policy_of(header: Header) -> Policy:
     """The scheduler's settings of a tape. Raises Unusable where this version has no such ones."""
@@ -141,8 +144,8 @@ class Planner:
             raise Diverged(Divergence(PLAN, record.step, what, "StepDone", values=values))
         try:
             events = scheduler.close_step(view, plan, record.tokens, finished)
-        except (ValueError, StateMachineError) as error:
-            what = f"the scheduler cannot close the step: {error}"
+        except _IMPOSSIBLE as error:
+            what = f"the scheduler cannot close the step: {_why(error)}"
             raise Diverged(Divergence(PLAN, record.step, what, "StepDone")) from error
         _compare(record.step, "StepDone", record.events, events)
         self.view = scheduler.settle(view, plan, record.tokens, finished, events)
@@ -155,8 +158,8 @@ class Planner:
             raise Diverged(Divergence(PLAN, record.step, what, "StepFailed"))
         try:
             events = scheduler.fail_step(view, plan, record.stage, record.blamed)
-        except (ValueError, StateMachineError) as error:
-            what = f"the scheduler cannot undo the step: {error}"
+        except _IMPOSSIBLE as error:
+            what = f"the scheduler cannot undo the step: {_why(error)}"
             raise Diverged(Divergence(PLAN, record.step, what, "StepFailed")) from error
         _compare(record.step, "StepFailed", record.events, events)
         self.view = scheduler.settle_failed(view, plan, record.stage, record.blamed, events)
@@ -165,6 +168,13 @@ class Planner:
         if self._plan is None or self._plan.step != step:
             raise Diverged(Divergence(PLAN, step, "it was never planned", kind))
         return self._plan
+
+
+def _why(error: Exception) -> str:
+    """An error in words: the scheduler looks requests up by their ids."""
+    if isinstance(error, KeyError):
+        return f"request {error.args[0]} is not live at that point of the tape"
+    return str(error)
 
 
 def _short(value: object) -> str:

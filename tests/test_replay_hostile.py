@@ -19,7 +19,14 @@ from statemachine.codec import encode_state
 from statemachine.digest import recompute
 from statemachine.events import Appended, AppendedEach, Closed, Event, Namespace, Opened
 from statemachine.geometry import Geometry, Group
-from statemachine.records import Checkpoint, Header, Record, StepDone, StepPlanned
+from statemachine.records import (
+    Checkpoint,
+    Header,
+    Record,
+    RequestCancelled,
+    StepDone,
+    StepPlanned,
+)
 from statemachine.sequence import Sequence
 from statemachine.state import Block, Queue, State, new_state
 from statemachine.transitions import apply_all
@@ -167,6 +174,21 @@ def test_a_sample_of_a_piece_that_ends_inside_its_prompt_is_found_by_planning_ag
     found = divergence_of(tmp_path, changed(RECORDS, place, sampled=numbers), depth="plan")
     assert (found.kind, found.step) == (PLAN, done.step)
     assert "sampled, where pieces" in found.summary
+
+
+def test_a_cancel_between_a_plan_and_its_answer_is_a_plan_divergence(tmp_path: Path) -> None:
+    place = first_step(
+        RECORDS,
+        lambda it: (
+            isinstance(it, StepPlanned) and any(isinstance(e, AppendedEach) for e in it.events)
+        ),
+    )
+    plan: Any = RECORDS[place]
+    seq = next(e.seqs[0] for e in plan.events if isinstance(e, AppendedEach))
+    records = [*RECORDS[: place + 1], RequestCancelled(seq), *RECORDS[place + 1 :]]
+    found = divergence_of(tmp_path, records, depth="plan")
+    assert (found.kind, found.step) == (PLAN, plan.step)
+    assert f"request {seq} is not live at that point of the tape" in found.summary
 
 
 def test_columns_of_unequal_length_are_reported_and_shown(
