@@ -7,6 +7,7 @@ error stream), 3 clean but torn.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -61,12 +62,12 @@ def _replay(arguments: list[str]) -> int:
     parser.add_argument("--model", metavar="PATH", help="the model, if not the tape's own name")
     parser.add_argument(
         "--margin",
-        type=_not_negative,
+        type=_margin,
         metavar="X",
         help="a flip is excused where scores are this close (default: 0.05 on a CPU, else 0.5)",
     )
-    parser.add_argument("--until", type=int, metavar="STEP", help="stop after this step")
-    parser.add_argument("--seq", type=int, metavar="ID", help="compare this sequence only")
+    parser.add_argument("--until", type=_number, metavar="STEP", help="stop after this step")
+    parser.add_argument("--seq", type=_number, metavar="ID", help="compare this sequence only")
     parser.add_argument(
         "--invariants",
         choices=(EACH_EVENT, EACH_STEP, AT_END),
@@ -100,8 +101,8 @@ def _show(arguments: list[str]) -> int:
     )
     parser.add_argument("tape", help="a capture: file, .zst, folder of segments, or - (stdin)")
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--at", type=int, metavar="STEP", help="a step's records")
-    what.add_argument("--seq", type=int, metavar="ID", help="a sequence's events")
+    what.add_argument("--at", type=_number, metavar="STEP", help="a step's records")
+    what.add_argument("--seq", type=_number, metavar="ID", help="a sequence's events")
     given = parser.parse_args(arguments)
     lines: Iterable[str]
     lines = (
@@ -118,11 +119,17 @@ def _tell(text: str) -> None:
     print(f"replay: {text}", file=sys.stderr)
 
 
-def _not_negative(text: str) -> float:
-    value = float(text)
-    if not value >= 0:
-        raise argparse.ArgumentTypeError(f"must not be negative, and is {text}")
-    return value
+def _margin(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if (value := float(text)) >= 0:
+            return value
+    raise argparse.ArgumentTypeError(f"must be a number of 0 or more, not {text!r}")
+
+
+def _number(text: str) -> int:
+    if text.isdecimal():
+        return int(text)
+    raise argparse.ArgumentTypeError(f"must be a whole number of 0 or more, not {text!r}")
 
 
 if __name__ == "__main__":

@@ -46,7 +46,8 @@ MEANING = {
     ),
     CRASH: (
         "A step was issued and its result never came: the process died inside the forward.",
-        "Run the same batch again: `--depth forward` does, with the recorded shapes.",
+        "`replay show --at` this step prints its batch. `--depth forward` runs the steps before it "
+        "again: if they agree, the batch itself, or the machine (memory), ended the process.",
     ),
 }
 
@@ -55,13 +56,14 @@ def verdict(outcome: Outcome) -> str:
     """One line that says it all."""
     counts, found = outcome.counts, outcome.divergence
     went = f"{counts.steps} steps, {counts.rows} rows"
+    lost = f", {counts.lost_records} records lost on a full disk" if counts.gaps else ""
     if found is not None:
         who = f", sequence {found.sequence}" if found.sequence >= 0 else ""
         return f"DIVERGED at step {found.step}{who} ({found.kind}): {found.summary}"
     if outcome.torn:
-        return f"CLEAN BUT TORN at depth {outcome.depth}: {went} agree, then the tape stops"
+        return f"CLEAN BUT TORN at depth {outcome.depth}: {went} agree{lost}, then the tape stops"
     until = f" up to step {outcome.stopped_at}" if outcome.stopped_at is not None else ""
-    return f"CLEAN at depth {outcome.depth}{until}: {went} agree"
+    return f"CLEAN at depth {outcome.depth}{until}: {went} agree{lost}"
 
 
 def as_text(outcome: Outcome) -> str:

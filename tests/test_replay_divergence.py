@@ -6,11 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 from msgspec import structs
 
 from replay.cli import main
 from replay.divergence import CONTENT, CRASH, FOLD, OBSERVATION, PLAN, Divergence
+from replay.report import verdict
 from replay.run import CLEAN, DIVERGED, TORN, Options, replay
 from statemachine.events import Appended, Trimmed
 from statemachine.records import (
@@ -271,16 +273,16 @@ def test_the_report_says_the_verdict_first_and_json_says_the_same(
     seq = sequences(planned_of(place))[0]
     assert main([path]) == DIVERGED
     text = capsys.readouterr().out
-    verdict = (
+    line = (
         f"DIVERGED at step {at(place).step}, sequence {seq} (observation): sequence {seq}: "
         f"the caches saw start 99, where the state has {seen.starts[0]}"
     )
-    assert text.splitlines()[0] == verdict
+    assert text.splitlines()[0] == line
     for part in ("last events of sequence", "the batch (piece", "This usually means:", "Try next:"):
         assert part in text
     assert main([path, "--json"]) == DIVERGED
     report = json.loads(capsys.readouterr().out)
-    assert report["verdict"] == verdict
+    assert report["verdict"] == line
     assert report["exit_code"] == DIVERGED
     assert report["divergence"]["class"] == OBSERVATION
     assert report["divergence"]["sequence"] == seq
@@ -295,6 +297,26 @@ def test_a_clean_report_says_what_was_compared(capsys: pytest.CaptureFixture[str
     assert report["divergence"] is None
     assert report["counts"]["steps"] == report["figures"]["steps planned again"] == 36
     assert report["verdict"].startswith("CLEAN at depth plan: 36 steps")
+
+
+def test_a_verdict_says_that_records_were_lost() -> None:
+    outcome = replay(str(golden.PATH), Options())
+    assert "lost" not in verdict(outcome)
+    lossy = attrs.evolve(outcome, counts=structs.replace(outcome.counts, gaps=1, lost_records=70))
+    assert verdict(lossy).endswith(" rows agree, 70 records lost on a full disk")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--until", "-1"], ["--seq", "one"], ["--margin", "x"], ["--margin", "-1"], ["--margin=nan"]],
+)
+def test_a_number_that_is_none_is_refused_with_what_it_must_be(
+    capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([str(golden.PATH), *arguments])
+    assert ended.value.code == 2
+    assert "number of 0 or more, not " in capsys.readouterr().err
 
 
 def test_show_prints_a_step_and_a_sequence(capsys: pytest.CaptureFixture[str]) -> None:
