@@ -20,14 +20,15 @@ setup: $(VENV)/installed
 
 $(VENV)/installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "mlxtape needs Python 3.11 or newer: make PYTHON=python3.12 ...")'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --editable '.[dev$(if $(EXTRA),$(comma)$(EXTRA))]'
+	@echo "installing into $(VENV) (a minute or two)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --editable '.[dev$(if $(EXTRA),$(comma)$(EXTRA))]'
 	@touch $@
 
 comma := ,
 
 model: setup
-	@$(BIN)/python -m kernel.bundled
+	@$(BIN)/python -m kernel.bundled > /dev/null
 
 demo: model
 	@$(BIN)/python -m tests.demo

@@ -132,7 +132,7 @@ def main() -> int:
     console = Console(stderr=True, highlight=False)
     try:
         if console.is_terminal:
-            with console.status("") as status:
+            with console.status("looking for the model") as status:
                 path = bundled_model("smollm2-135m", status.update)
         else:
             path = bundled_model("smollm2-135m", lambda text: console.print(text, soft_wrap=True))

@@ -63,6 +63,8 @@ def verdict(outcome: Outcome) -> str:
     if outcome.torn:
         return f"CLEAN BUT TORN at depth {outcome.depth}: {went} agree{lost}, then the tape stops"
     until = f" up to step {outcome.stopped_at}" if outcome.stopped_at is not None else ""
+    if outcome.only is not None:
+        until += f", sequence {outcome.only} only"
     return f"CLEAN at depth {outcome.depth}{until}: {went} agree{lost}"
 
 

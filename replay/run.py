@@ -16,6 +16,7 @@ from attrs import define, field, frozen
 from statemachine.records import Header, Record
 
 from .divergence import CRASH, Diverged, Divergence
+from .errors import Unusable
 from .fold import EACH_STEP, Counts, Fold
 from .reader import Tape
 
@@ -62,6 +63,7 @@ class Outcome:
     position: int = 0
     notes: list[str] = field(factory=list)
     figures: dict[str, int | float | str] = field(factory=dict)
+    only: int | None = None
 
 
 class Checker(Protocol):
@@ -135,11 +137,13 @@ def _replay(path: str, options: Options) -> Outcome:
     except Diverged as diverged:
         divergence = diverged.divergence
     divergence = _finish(checker, divergence)
+    if at_end and options.only is not None and options.only > fold.state.last_seq:
+        raise Unusable(f"{path} has no sequence {options.only}: nothing was compared")
     torn = at_end and (tape.torn or not tape.ended)
     code = DIVERGED if divergence else TORN if torn else CLEAN
     outcome = Outcome(
         path, options.depth, code, fold.counts, tape.header, divergence,
-        torn, stopped_at, tape.position, list(tape.notes),
+        torn, stopped_at, tape.position, list(tape.notes), only=options.only,
     )  # fmt: skip
     _add_notes(outcome, fold, tape)
     if checker is not None:
@@ -200,8 +204,9 @@ def _add_notes(outcome: Outcome, fold: Fold, tape: Tape) -> None:
         )
     if counts.gaps:
         outcome.notes.append(
-            f"{counts.lost_records} records are missing in {counts.gaps} gaps, where the disk was "
-            "full: nothing is known of these steps"
+            f"{counts.lost_records} records are missing in {counts.gaps} "
+            f"gap{'s' if counts.gaps > 1 else ''}, where the disk was full: nothing is known of "
+            "these steps"
         )
     if outcome.torn and not tape.torn and not fold.pieces:
         outcome.notes.append(

@@ -190,6 +190,7 @@ class Engine:
             "preemptions": counters.preemptions,
             "shadow_found": counters.shadow_found,
             "capture_failures": counters.capture_failures,
+            "capture_gaps": loop.capture_gaps,
         }
 
     def _opened_loop(self) -> Loop:

@@ -54,7 +54,13 @@ log = structlog.get_logger()
 
 
 class Capture(Protocol):
-    """Where records go (capture.CaptureWriter)."""
+    """Where records go (capture.CaptureWriter).
+
+    position: bytes on tape. gaps: how often records were lost, since a disk was full.
+    """
+
+    position: int
+    gaps: int
 
     @property
     def checkpoint_due(self) -> bool:
@@ -120,6 +126,11 @@ class Loop:
         self.failure = ""
         if parts.header is not None:
             self._write([parts.header, checkpoint(self.view)])
+
+    @property
+    def capture_gaps(self) -> int:
+        """How often records were lost."""
+        return 0 if self._capture is None else self._capture.gaps
 
     @property
     def broken(self) -> bool:
@@ -329,7 +340,7 @@ class Loop:
             step=step,
             rows=shadow.found,
             first=shadow.findings[0] if shadow.findings else None,
-            tape_bytes=getattr(self._capture, "position", None),
+            tape_bytes=None if self._capture is None else self._capture.position,
         )
 
     def _count(self, events: tuple[Event, ...]) -> None:

@@ -34,6 +34,7 @@ class MemoryCapture:
         self.writes: list[list[Record]] = []
         self.closed = False
         self.checkpoint_due = False
+        self.position = self.gaps = 0
 
     @property
     def records(self) -> list[Record]:

@@ -158,6 +158,7 @@ def test_a_full_disk_leaves_a_gap_and_the_tape_goes_on_after_it(
     writer = CaptureWriter(path)
     engine = run(writer)
     assert engine.status()["capture_failures"] == 0
+    assert engine.status()["capture_gaps"] == 1
     records = list(Tape(str(path)))
     (gap,) = [record for record in records if isinstance(record, Gap)]
     assert isinstance(records[records.index(gap) + 1], Checkpoint)

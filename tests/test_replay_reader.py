@@ -183,3 +183,12 @@ def test_a_long_tape_is_read_in_flat_memory(tmp_path: Path) -> None:
     tracemalloc.stop()
     assert count == 80_001
     assert peak < 4_000_000
+
+
+def test_a_sequence_that_the_tape_does_not_have_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([str(golden.PATH), "--seq", "999"]) == UNUSABLE
+    assert "has no sequence 999: nothing was compared" in capsys.readouterr().err
+    assert main([str(golden.PATH), "--seq", "1"]) == CLEAN
+    assert ", sequence 1 only: " in capsys.readouterr().out

@@ -167,6 +167,7 @@ def encoding(table: Table) -> None:
 
     class Keep:
         checkpoint_due = False
+        position = gaps = 0
 
         def write(self, given: list[object]) -> None:
             records.extend(given)
