@@ -164,7 +164,7 @@ class CaptureWriter:
     def _write_all(self, data: bytes) -> None:
         wrote = os.write(self._file, data)
         if wrote != len(data):
-            raise OSError(f"only {wrote} of {len(data)} bytes were written")
+            raise OSError(f"only {wrote} of {len(data)} bytes could be written: the disk is full")
         if self._sync:
             os.fsync(self._file)
         self.position += wrote
