@@ -46,6 +46,8 @@ from .soundness import require_sound
 _LENGTHS_STAY = frozenset({StepWritten, BlockPublished, BlockEvicted})
 """Events that move no offset: after only these, offsets are those of before, for less work."""
 
+OFF = "off"
+"""The sanitizer's mode in which no row is compared (kernel/shadow.py)."""
 EVAL = "eval"
 """The stage of a StepFailed after which the pages hold garbage."""
 EACH_EVENT = "event"
@@ -117,7 +119,9 @@ class Fold:
                 self._state = new_state(record.geometry)
             except ValueError as error:
                 raise Unusable(f"the tape's header makes no sense: {error}") from error
-            self._observer = Observer(record.geometry, self.history, self._only)
+            self._observer = Observer(
+                record.geometry, self.history, self._only, record.sanitize != OFF
+            )
         self._header = record
 
     def _checkpoint(self, record: Checkpoint) -> None:

@@ -179,6 +179,13 @@ class ForwardChecker:
             if it is not None:
                 what += f"; the first: position {it.position} holds {tag_text(it.found)}"
             self._raise(CONTENT, record, pieces, -1 if it is None else _place(pieces, it.seq), what)
+        if result.shadow.checked != record.shadow.checked and not self._built_here:
+            # A build that failed on tape and not here is one more step for the sanitizer here.
+            what = (
+                f"the sanitizer compared {result.shadow.checked} rows here, and "
+                f"{record.shadow.checked} on tape"
+            )
+            self._raise(CONTENT, record, pieces, -1, what)
         columns = zip(
             record.sampled, record.tokens, record.logits, record.margins,
             result.tokens, result.logits, result.margins, strict=True,

@@ -69,8 +69,11 @@ class Pieces(Struct):
 class Observer:
     """Compares observations and shadow reports with the state."""
 
-    def __init__(self, geometry: Geometry, history: History, only: int | None) -> None:
+    def __init__(
+        self, geometry: Geometry, history: History, only: int | None, sanitized: bool = False
+    ) -> None:
         self._geometry = geometry
+        self._sanitized = sanitized
         self._history = history
         self._only = only
         self._paged = any(group.paged for group in geometry.groups)
@@ -87,6 +90,7 @@ class Observer:
         starts = [end - rows for end, rows in zip(ends, pieces.rows, strict=True)]
         self._compare_columns(record, pieces, starts, ends)
         self._compare_counters(record, pieces)
+        self._compare_checked(record, pieces)
         if record.shadow.found:
             self._content(record, pieces)
         sampled = record.sampled
@@ -149,6 +153,17 @@ class Observer:
             if len(known) > 4 * len(column) + 1024:
                 known.clear()
         return tuple(zip(*columns, strict=True))
+
+    def _compare_checked(self, record: StepDone, pieces: Pieces) -> None:
+        """The sanitizer looked, at the least, at the last row of each piece in each paged group."""
+        if not self._sanitized:
+            return
+        least = len(pieces.seqs) * sum(group.paged for group in self._geometry.groups)
+        if record.shadow.checked < least:
+            checked = record.shadow.checked
+            what = f"only {checked} rows in the pages were compared, and at least {least} are due"
+            values = (Values("rows compared", checked, least, None),)
+            self._raise(record, pieces, -1, what, values, "", kind=CONTENT)
 
     def _compare_counters(self, record: StepDone, pieces: Pieces) -> None:
         """Each layer's cache took all rows in one update, and used this step's metadata."""

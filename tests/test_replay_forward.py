@@ -50,6 +50,10 @@ def run(folder: Path, records: list[Record], depth: str = FORWARD, **options: An
     return replay(write(folder, records), Options(depth=depth, **options))
 
 
+def failed_build(record: Record) -> bool:
+    return isinstance(record, StepFailed) and record.stage == "build"
+
+
 def a_decode() -> int:
     return first_step(
         golden.records(), lambda r: isinstance(r, StepDone) and r.observation.rows[:3] == (1, 1, 1)
@@ -140,6 +144,21 @@ def test_a_kernel_that_loses_rows_is_content(tmp_path: Path, on_fake: Any) -> No
     assert found is not None
     assert (found.kind, found.step) == (CONTENT, 6)
     assert "a row that was never written" in found.summary
+
+
+def test_a_sanitizer_that_compares_other_rows_than_on_tape_is_content(
+    tmp_path: Path, on_fake: Any
+) -> None:
+    """Findings alone do not tell a sanitizer that looks from one that does not."""
+    records = golden.records()
+    place = a_decode()
+    done: Any = records[place]
+    fewer = structs.replace(done.shadow, checked=done.shadow.checked - 1)
+    on_fake(fake_kernel(fail={r.step: Failure("build") for r in records if failed_build(r)}))
+    found = run(tmp_path, changed(records, place, shadow=fewer)).divergence
+    assert found is not None
+    assert (found.kind, found.step) == (CONTENT, done.step)
+    assert f"{done.shadow.checked} rows here, and {fewer.checked} on tape" in found.summary
 
 
 def test_a_forward_that_raises_here_is_a_crash(tmp_path: Path, on_fake: Any) -> None:

@@ -180,7 +180,8 @@ def fake_parts(load: Load) -> Callable[[CaptureWriter], Parts]:
 
     def make(capture: CaptureWriter) -> Parts:
         kernel = FakeKernel(load.geometry, vocab_size=VOCAB, fail=load.fail, sanitize=load.sanitize)
-        return Parts(kernel, load.policy, capture, header(load.geometry, load.policy))
+        head = structs.replace(header(load.geometry, load.policy), sanitize=load.sanitize)
+        return Parts(kernel, load.policy, capture, head)
 
     return make
 
