@@ -16,7 +16,7 @@ from server.closing import PLAN as PLAN_STAGE
 from server.policy import Policy, check
 from server.view import StepPlan, View, checkpoint, initial, receive, restore
 from statemachine.errors import CodecError, StateMachineError
-from statemachine.events import Event
+from statemachine.events import PROMPT, Event
 from statemachine.records import (
     Checkpoint,
     Finished,
@@ -30,10 +30,12 @@ from statemachine.records import (
     StepFailed,
     StepPlanned,
 )
+from statemachine.sequence import Sequence, pack, unpack
 
 from .divergence import PLAN, Diverged, Divergence, Values, event_text
 from .errors import Unusable
 
+TOKEN_BYTES = 8
 _IMPOSSIBLE = (ValueError, KeyError, StateMachineError)
 """What the scheduler raises where the records before a step do not lead to it."""
 
@@ -132,6 +134,7 @@ class Planner:
             what = f"the scheduler is at step {plan.step}, and the tape at step {record.step}"
             raise Diverged(Divergence(PLAN, record.step, what, "StepPlanned"))
         _compare(record.step, "StepPlanned", record.events, plan.events)
+        _compare_content(view, plan)
         self._plan, self.view = plan, scheduler.begin(view, plan)
 
     def _done(self, record: StepDone) -> None:
@@ -183,6 +186,34 @@ def _short(value: object) -> str:
         ids = [it.arrived.request if isinstance(it, RequestSnapshot) else it for it in value]
         return ", ".join(str(number) for number in ids)
     return str(value)
+
+
+def _compare_content(view: View, plan: StepPlan) -> None:
+    """The rows that a step issues hold their requests' tokens: prompt rows with all before them.
+
+    Events and state agree with each other even where the code that makes both is wrong; what
+    arrived and what was sampled says what the rows must hold.
+    """
+    size = plan.state.geometry.block_size
+    for piece in plan.pieces:
+        sequence: Sequence = plan.state.sequences[piece.seq]
+        stream = view.requests[piece.seq].stream
+        end = sequence.committed
+        first = 0 if piece.purpose == PROMPT else end - piece.rows
+        index, row = divmod(first, size)
+        held = (b"".join(sequence.packed[index:]) + sequence.tail)[row * TOKEN_BYTES :]
+        wanted = pack(stream.slice(first, end))
+        if held != wanted:
+            tokens = unpack(held), unpack(wanted)
+            pairs = enumerate(zip(*tokens, strict=False))
+            at = next((place for place, (has, due) in pairs if has != due), 0)
+            what = (
+                f"position {first + at} of sequence {piece.seq} does not hold its request's token"
+            )
+            values = (Values("tokens", tokens[0][at : at + 8], tokens[1][at : at + 8]),)
+            raise Diverged(
+                Divergence(PLAN, plan.step, what, "StepPlanned", sequence=piece.seq, values=values)
+            )
 
 
 def _compare(step: int, kind: str, recorded: tuple[Event, ...], derived: tuple[Event, ...]) -> None:

@@ -14,6 +14,7 @@ from replay.cli import main
 from replay.divergence import CONTENT, CRASH, FOLD, OBSERVATION, PLAN, Divergence
 from replay.report import verdict
 from replay.run import CLEAN, DIVERGED, TORN, Options, replay
+from statemachine import commands
 from statemachine.events import Appended, Trimmed
 from statemachine.records import (
     Record,
@@ -25,6 +26,7 @@ from statemachine.records import (
     StepTimed,
 )
 
+from .sim import Sim
 from .tampering import changed, divergence_of, first_step, observed, outcome_of, with_item, write
 from .tapes import golden
 
@@ -209,6 +211,34 @@ def test_a_token_that_was_not_sampled_is_found_by_planning_again(tmp_path: Path)
     assert found.step == at(place).step + 1
     recorded, derived, _ = value(found, "event")
     assert recorded != derived
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_wrong_token_that_the_code_of_tape_and_replay_share_is_found_by_planning_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: bool
+) -> None:
+    """Events and state agree then; what arrived and what was sampled do not."""
+    name = "append_each" if first else "append"
+    original = getattr(commands, name)
+
+    def wrong(state: Any, seq: int, step: Any, tokens: Any = None, *rest: Any, **more: Any) -> Any:
+        if first:
+            step, seqs = seq, step
+            return original(state, step, seqs, (tokens[0],) * len(tokens), *rest, **more)
+        shifted = tokens and (*tokens[1:], tokens[0])
+        return original(state, seq, step, shifted, *rest, **more)
+
+    monkeypatch.setattr(commands, name, wrong)
+    sim = Sim()
+    for prompt in ((1, 2, 3, 4, 5), (6, 7, 8)):
+        sim.submit(prompt, 6)
+    sim.run()
+    path = write(tmp_path, [*sim.capture.records])
+    assert replay(path, Options("fold")).divergence is None
+    found = replay(path, Options("plan")).divergence
+    assert found is not None
+    assert (found.kind, found.step) == (PLAN, 2 if first else 1)
+    assert "does not hold its request's token" in found.summary
 
 
 def test_an_input_that_is_missing_is_a_plan_divergence_and_folds(tmp_path: Path) -> None:

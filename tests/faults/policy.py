@@ -317,7 +317,7 @@ def checkpoint_forgets(original: Any, witness: Witness) -> Any:
     loads.MIXED,
     "plan",
     "plan",
-    "samplers",
+    "end their streams",
 )
 def prompt_cut(original: Any, witness: Witness) -> Any:
     def log_of(prompt: tuple[int, ...], output: tuple[int, ...] = ()) -> Any:
