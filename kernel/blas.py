@@ -27,12 +27,8 @@ REFERENCE = "reference BLAS (slow)"
 
 CPU_BACKEND = "mlx-cpu"
 CUDA_BACKENDS = ("mlx-cuda-13", "mlx-cuda-12")
-# PyPI packages that ship a libopenblas with plain symbol names; the first suits any x86-64 and has
-# no small limit on threads. cmeel's is for one kind of CPU (SkylakeX), and dies of an illegal
-# instruction elsewhere.
-PACKAGES = ("ngsolve-openblas", "cmeel-openblas")
-CMEEL = PACKAGES[1]
-CMEEL_NEEDS = frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"})
+PACKAGE = "ngsolve-openblas"
+"""The PyPI package of the `cpu` extra: plain symbol names, kernels chosen at run time."""
 DISTRIBUTION_NAMES = ("libopenblas.so.0", "libopenblas.so")
 GFORTRAN = b"libgfortran.so.5"
 
@@ -90,25 +86,11 @@ def _installed(name: str) -> bool:
 
 def _candidates() -> Iterator[str]:
     """Libraries to try, best first: paths, then names for the linker's search."""
-    for package in filter(_installed, PACKAGES):
-        missing = CMEEL_NEEDS - _cpu_flags() if package == CMEEL else frozenset()
-        if missing:
-            log.info("%s is passed over: this CPU lacks %s", package, ", ".join(sorted(missing)))
-            continue
-        files = metadata.files(package) or ()
+    if _installed(PACKAGE):
+        files = metadata.files(PACKAGE) or ()
         libraries = [file for file in files if re.fullmatch(r"libopenblas[^/]*\.so", file.name)]
         yield from (str(file.locate()) for file in libraries)
     yield from DISTRIBUTION_NAMES
-
-
-def _cpu_flags() -> frozenset[str]:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return frozenset()
-    return next(
-        (frozenset(line.split()) for line in lines if line.startswith("flags")), frozenset()
-    )
 
 
 def _load_global(library: str) -> bool:

@@ -100,14 +100,6 @@ if LINUX_CPU:
         assert "install the PyPI package ngsolve-openblas" in warning
 
 
-def test_a_cpu_without_avx512_is_not_given_the_library_built_for_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(blas, "_installed", lambda name: name == blas.CMEEL)
-    monkeypatch.setattr(blas, "_cpu_flags", lambda: frozenset({"avx2", "avx512f"}))
-    assert list(blas._candidates()) == list(blas.DISTRIBUTION_NAMES)
-
-
 def test_a_library_of_a_package_is_tried_before_the_distributions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -115,7 +107,6 @@ def test_a_library_of_a_package_is_tried_before_the_distributions(
     file.dist = metadata.Distribution.from_name("attrs")
     other = metadata.PackagePath("folder/README.md")
     monkeypatch.setattr(blas, "_installed", lambda name: name == "ngsolve-openblas")
-    monkeypatch.setattr(blas, "_cpu_flags", frozenset)
     monkeypatch.setattr(metadata, "files", lambda name: [other, file])
     first, *rest = blas._candidates()
     assert first.endswith("folder/libopenblasp-r0.3.so")
