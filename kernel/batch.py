@@ -20,26 +20,34 @@ class Piece(Struct, frozen=True):
     """One sequence's rows in a step.
 
     sequence: after this step's Appended events, so its offset is one past the piece's last row.
-    tokens: what is fed, one a row, pads not included; `pads` more rows follow them.
-    sample_position: the position that a sampled token would take (len of prompt + answer so far);
-    None where the piece ends inside the prompt and samples nothing.
+    tokens: what is fed, one a row. pending: rows after them (one at most) whose token is what the
+    step before sampled last for the same sequence, and nobody has read yet. pads: rows after those.
+    samples: how many of the rows before the pads are sampled, counted from the last: 0 where the
+    piece ends inside the prompt, more than 1 where it verifies drafts.
     """
 
     sequence: Sequence
     tokens: tuple[int, ...]
     pads: int = 0
-    sample_position: int | None = None
+    pending: int = 0
+    samples: int = 0
     parameters: Parameters | None = None
 
     @property
     def rows(self) -> int:
         """Rows of this piece, pads included."""
-        return len(self.tokens) + self.pads
+        return len(self.tokens) + self.pending + self.pads
 
     @property
     def start(self) -> int:
         """Position of the first row."""
         return self.sequence.offset - self.rows
+
+    @property
+    def sample_positions(self) -> range:
+        """The positions that the sampled tokens take: each one after the row it is drawn at."""
+        end = self.sequence.offset - self.pads
+        return range(end - self.samples + 1, end + 1)
 
 
 class Batch(Struct, frozen=True):
@@ -53,8 +61,8 @@ class Batch(Struct, frozen=True):
 class StepResult(Struct, frozen=True):
     """What a step observed and sampled.
 
-    sampled: piece numbers that sampled, in batch order; tokens, logits (chosen logit, float32) and
-    margins (top logit minus runner-up, float32) have one entry for each.
+    sampled: piece numbers that sampled, in batch order, each as often as it has samples; tokens,
+    logits (chosen logit, float32) and margins (top logit minus runner-up, float32): one entry each.
     """
 
     observation: Observation
@@ -78,7 +86,11 @@ class EvalFailed(Exception):
 
 
 class Kernel(Protocol):
-    """What the engine needs of a kernel; one thread makes every call."""
+    """What the engine needs of a kernel; one thread makes every call.
+
+    A step may be issued before the one before it was collected. Steps are collected in the order
+    of their issue.
+    """
 
     @property
     def geometry(self) -> Geometry:

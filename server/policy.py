@@ -5,6 +5,11 @@ from __future__ import annotations
 from msgspec import Struct
 
 
+DRAFT_TOKENS_MAX = 64
+FCFS = "fcfs"
+PRIORITY = "priority"
+
+
 class Policy(Struct, frozen=True, omit_defaults=True):
     """What plan_step may do.
 
@@ -12,7 +17,10 @@ class Policy(Struct, frozen=True, omit_defaults=True):
     prefill_chunk: prompt rows of one sequence a step; prefill_tile: prompt pieces are padded to a
     multiple of it (1: no padding); prefill_cohort: all prompt pieces of a step are padded to the
     longest; watermark_blocks: blocks left free by an admission while others run.
-    context_tokens: prompt + answer at most.
+    context_tokens: prompt + answer at most. lookahead: a step is issued before the tokens of the
+    one before it are read. draft_tokens: rows guessed ahead for a sequence at most, by looking the
+    last `lookup_ngram` tokens up in its own text; 0 guesses nothing. scheduling: FCFS serves in
+    order of arrival; PRIORITY in order of the requests' `priority` first, lower ones before others.
     """
 
     max_batch_tokens: int = 512
@@ -23,13 +31,25 @@ class Policy(Struct, frozen=True, omit_defaults=True):
     prefix_cache: bool = True
     watermark_blocks: int = 2
     context_tokens: int = 8192
+    lookahead: bool = False
+    draft_tokens: int = 0
+    lookup_ngram: int = 3
+    scheduling: str = FCFS
 
 
 def check(policy: Policy) -> None:
     """Raise ValueError, with one sentence, where settings make no sense."""
-    for name in ("max_batch_tokens", "max_running", "prefill_chunk", "prefill_tile"):
+    for name in (
+        "max_batch_tokens", "max_running", "prefill_chunk", "prefill_tile", "lookup_ngram",
+    ):  # fmt: skip
         if getattr(policy, name) < 1:
             raise ValueError(f"{name} must be at least 1, not {getattr(policy, name)}")
+    if not 0 <= policy.draft_tokens <= DRAFT_TOKENS_MAX:
+        raise ValueError(
+            f"draft_tokens must be between 0 and {DRAFT_TOKENS_MAX}, not {policy.draft_tokens}"
+        )
+    if policy.scheduling not in (FCFS, PRIORITY):
+        raise ValueError(f"scheduling must be {FCFS} or {PRIORITY}, not {policy.scheduling!r}")
     if policy.prefill_tile > policy.max_batch_tokens:
         raise ValueError(
             f"prefill_tile ({policy.prefill_tile}) must not exceed "

@@ -117,14 +117,24 @@ def _unpack_timed(tracker: Tracker, packed: wire.StepTimed) -> rec.Record:
 def _arrived_wire(record: rec.RequestArrived) -> wire.RequestArrived:
     tokens = pack_ints(record.tokens)
     return wire.RequestArrived(
-        record.request, record.external_id, tokens, record.parameters, record.namespace
+        record.request,
+        record.external_id,
+        tokens,
+        record.parameters,
+        record.namespace,
+        record.parent,
     )
 
 
 def _arrived_record(packed: wire.RequestArrived) -> rec.RequestArrived:
     tokens = unpack_ints(packed.tokens)
     return rec.RequestArrived(
-        packed.request, packed.external_id, tokens, packed.parameters, packed.namespace
+        packed.request,
+        packed.external_id,
+        tokens,
+        packed.parameters,
+        packed.namespace,
+        packed.parent,
     )
 
 
@@ -162,7 +172,13 @@ def _pack_checkpoint(tracker: Tracker, record: rec.Checkpoint) -> Struct:
         for it in record.requests
     )
     return wire.Checkpoint(
-        record.step, record.state, requests, record.digest, record.alone, record.stuck
+        record.step,
+        record.state,
+        requests,
+        record.digest,
+        record.alone,
+        record.stuck,
+        record.flush,
     )
 
 
@@ -178,7 +194,13 @@ def _unpack_checkpoint(tracker: Tracker, packed: wire.Checkpoint) -> rec.Record:
         for it in packed.requests
     )
     record = rec.Checkpoint(
-        packed.step, packed.state, requests, packed.digest, packed.alone, packed.stuck
+        packed.step,
+        packed.state,
+        requests,
+        packed.digest,
+        packed.alone,
+        packed.stuck,
+        packed.flush,
     )
     _follow_checkpoint(tracker, record)
     return record
@@ -227,6 +249,11 @@ _RECORDS: dict[type[Struct], tuple[type[Struct], _RecordPacker, _RecordPacker]] 
         wire.TapeEnded,
         lambda tracker, it: wire.TapeEnded(it.steps),
         lambda tracker, it: rec.TapeEnded(it.steps),
+    ),
+    rec.FlushRequested: (
+        wire.FlushRequested,
+        lambda tracker, it: wire.FlushRequested(it.reason),
+        lambda tracker, it: rec.FlushRequested(it.reason),
     ),
 }
 _PACKERS = {kind: pack for kind, (_, pack, _) in _RECORDS.items()}

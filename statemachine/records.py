@@ -1,8 +1,10 @@
 """Records: what a tape holds, one after the other, in format 1. Bytes are the codec's business.
 
 Order on tape: Header, Checkpoint (a segment's start), then inputs (RequestArrived,
-RequestCancelled, Finished) before the StepPlanned that saw them, and after each StepPlanned one
-StepDone or StepFailed. Order of application is order on tape.
+RequestCancelled, FlushRequested) before the StepPlanned that saw them, and for each StepPlanned one
+StepDone or StepFailed, in the order of the steps; Finished stands before the StepDone that it ends
+a request in. With lookahead one more step is planned before a step's StepDone: P0 P1 D0 P2 D1.
+Order of application is order on tape.
 """
 
 from __future__ import annotations
@@ -14,12 +16,16 @@ from .geometry import Geometry
 
 FORMAT = 1
 
+NO_PARENT = -1
+"""RequestArrived.parent of a request that is nobody's copy."""
+
 
 class Parameters(Struct, frozen=True, omit_defaults=True):
     """How a request is sampled and when it ends.
 
     temperature 0 is greedy; top_k 0 and top_p 1 and min_p 0 are off. seed is 64 bits.
-    end_tokens end a request and are no part of its answer.
+    end_tokens end a request and are no part of its answer. priority: lower ones are served first,
+    where the policy goes by it.
     """
 
     max_tokens: int
@@ -61,13 +67,18 @@ class Header(Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class RequestArrived(Struct, frozen=True, tag=True, omit_defaults=True):
-    """A request entered the queue; `request` is also the id of its first sequence."""
+    """A request entered the queue; `request` is also its sequence's id.
+
+    parent: a request of the same prompt and namespace, whose rows this one may share by a fork
+    (n > 1); NO_PARENT for most.
+    """
 
     request: int
     external_id: str
     tokens: tuple[int, ...]
     parameters: Parameters
     namespace: Namespace = Namespace()
+    parent: int = NO_PARENT
 
 
 class RequestCancelled(Struct, frozen=True, tag=True, omit_defaults=True):
@@ -83,6 +94,12 @@ class Finished(Struct, frozen=True, tag=True, omit_defaults=True):
     request: int
     tokens_kept: int
     reason: str
+
+
+class FlushRequested(Struct, frozen=True, tag=True, omit_defaults=True):
+    """Somebody wants the prefix index emptied: the next plan evicts all cached blocks."""
+
+    reason: str = ""
 
 
 class Observation(Struct, frozen=True, omit_defaults=True, array_like=True):
@@ -139,8 +156,9 @@ class StepPlanned(Struct, frozen=True, tag=True, omit_defaults=True):
 class StepDone(Struct, frozen=True, tag=True, omit_defaults=True):
     """A step's results and closing events.
 
-    sampled: piece numbers (batch order) that sampled; tokens, logits, margins: one for each of
-    them: the token, its logit, and how far it stood above the runner-up (float32).
+    sampled: piece numbers (batch order) that sampled, each as often as it has samples (a piece that
+    verifies drafts has several); tokens, logits, margins: one for each of them: the token, its
+    logit, and how far it stood above the runner-up (float32).
     offsets: the offset of each piece's sequence after the closing events (-1: closed);
     digest: of the state after them.
     """
@@ -159,6 +177,8 @@ class StepDone(Struct, frozen=True, tag=True, omit_defaults=True):
 
 class StepFailed(Struct, frozen=True, tag=True, omit_defaults=True):
     """A forward raised, at `build` (pages are sound) or at `eval` (they are lost).
+
+    Stage `void`: it was issued behind a step that lost the pages, and nobody read its result.
 
     events: what undid it. `blamed` are the requests that fail for it; the others run again.
     """
@@ -200,6 +220,7 @@ class Checkpoint(Struct, frozen=True, tag=True, omit_defaults=True):
 
     requests: running ones in admission order, then the queue in its order. alone: sequences of a
     step that failed at build, still to be tried one by one. stuck: the queue's front cannot start.
+    flush: FlushRequested came in and no step was planned since.
     """
 
     step: int
@@ -208,6 +229,7 @@ class Checkpoint(Struct, frozen=True, tag=True, omit_defaults=True):
     digest: int
     alone: tuple[int, ...] = ()
     stuck: bool = False
+    flush: bool = False
 
 
 class TapeEnded(Struct, frozen=True, tag=True, omit_defaults=True):
@@ -228,4 +250,5 @@ Record = (
     | Gap
     | Checkpoint
     | TapeEnded
+    | FlushRequested
 )

@@ -138,6 +138,7 @@ class RequestArrived(Struct, frozen=True, array_like=True, tag=2):
     tokens: Column
     parameters: rec.Parameters
     namespace: ev.Namespace
+    parent: int = rec.NO_PARENT
 
 
 class StepPlanned(Struct, frozen=True, array_like=True, tag=5):
@@ -193,12 +194,14 @@ class Checkpoint(Struct, frozen=True, array_like=True, tag=10):
     digest: int
     alone: tuple[int, ...]
     stuck: bool
+    flush: bool = False
 
 
 RequestCancelled = _plain(rec.RequestCancelled, 3)
 Finished = _plain(rec.Finished, 4)
 Gap = _plain(rec.Gap, 9)
 TapeEnded = _plain(rec.TapeEnded, 11)
+FlushRequested = _plain(rec.FlushRequested, 12)
 
 WireRecord: Any = Header | RequestArrived | RequestCancelled | Finished | StepPlanned | StepDone
-WireRecord |= StepFailed | StepTimed | Gap | Checkpoint | TapeEnded
+WireRecord |= StepFailed | StepTimed | Gap | Checkpoint | TapeEnded | FlushRequested
