@@ -1,7 +1,7 @@
-"""Column: one committed row to each of many sequences, the common decode step, made fast.
+"""Column: one row to each, or of each, of many sequences: the common decode step, made fast.
 
-It does exactly what `appended` does to each of them (a test says so); what is the same for all rows
-is looked up once, and a row's new record and its digest line are made in one go.
+It does exactly what the single events do to each of them (a test says so); what is the same for all
+rows is looked up once, and a row's new record and its digest line are made in one go.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from .content import extend
 from .digest import SEQUENCE, packer
 from .draft import Draft
 from .errors import InvariantBroken
-from .events import AppendedEach
-from .sequence import Sequence, pack
+from .events import AppendedEach, Committed, CommittedEach
+from .sequence import NO_TOKEN, Sequence, pack
 from .state import Block
 
 _TOKEN_BYTES = 8
@@ -63,6 +63,45 @@ def append_column(draft: Draft, event: AppendedEach) -> None:
             old.tables, starts, marks, adopted, False, line,
         )  # fmt: skip
     draft.delta += delta
+
+
+def commit_column(
+    draft: Draft, event: CommittedEach, alone: Callable[[Draft, Committed], None]
+) -> None:
+    """Commit one speculative row of each sequence. Columns were checked by the caller.
+
+    alone: commits one sequence's, or refuses to, where that is not its only speculative row.
+    """
+    geometry, sequences, delta, at = draft.geometry, draft.sequences, 0, 0
+    full_bytes, packed = geometry.block_size * _TOKEN_BYTES, pack(event.tokens)
+    for seq, token in zip(event.seqs, event.tokens, strict=True):
+        old = sequences.get(seq)
+        at += _TOKEN_BYTES
+        if old is None or not _ends_in(old, token):
+            alone(draft, Committed(seq, (token,)))
+            continue
+        tail = old.tail + packed[at - _TOKEN_BYTES : at]
+        keys, blocks = old.keys, old.packed
+        if len(tail) == full_bytes:
+            grown = extend(geometry, old, (token,))
+            keys, blocks, tail = grown.keys, grown.packed, b""
+        committed, root, starts, marks = old.committed + 1, old.root, old.starts, old.marks
+        adopted = old.adopted
+        key = keys[-1] if keys else root
+        values = (SEQUENCE, seq, root, committed, 0, 0, adopted * 2, key, *starts, *marks)
+        line = xxh3(packer(len(values))(*values) + tail)
+        delta += line - old.line
+        sequences[seq] = Sequence(
+            seq, old.namespace, root, committed, (), 0, keys, blocks, tail,
+            old.tables, starts, marks, adopted, False, line,
+        )  # fmt: skip
+    draft.delta += delta
+
+
+def _ends_in(old: Sequence, token: int) -> bool:
+    """Whether the last row is the only speculative one, and its token may be this one."""
+    rows = old.speculative
+    return len(rows) == 1 and not old.pads and rows[0].token in (NO_TOKEN, token)
 
 
 def recent_marks(marks: tuple[int, ...], written: int, step: int) -> tuple[int, ...]:

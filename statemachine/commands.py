@@ -248,9 +248,11 @@ def _columns_are_doubtful(
         return True
     if tokens is None:
         return purpose not in (ev.LOOKAHEAD, ev.PAD)
-    return purpose in (ev.LOOKAHEAD, ev.PAD) or not all(
-        isinstance(token, int) and 0 <= token < 1 << 64 for token in tokens
-    )
+    return purpose in (ev.LOOKAHEAD, ev.PAD) or not _are_content_ids(tokens)
+
+
+def _are_content_ids(tokens: tuple[int, ...]) -> bool:
+    return all(isinstance(token, int) and 0 <= token < 1 << 64 for token in tokens)
 
 
 def _split_by_edge(
@@ -288,6 +290,21 @@ def commit(state: State, seq: int, tokens: tuple[int, ...]) -> Events:
     """Accept the oldest speculative rows."""
     _positive(len(tokens), "a commit")
     return _checked(state, (ev.Committed(seq, tuple(tokens)),))
+
+
+def commit_each(state: State, seqs: Many[int], tokens: tuple[int, ...]) -> Events:
+    """Accept the oldest speculative row of each of many sequences."""
+    if not seqs:
+        raise IllegalCommand("a commit needs at least one sequence")
+    if len(tokens) != len(seqs):
+        raise IllegalCommand(f"{len(tokens)} tokens are given for {len(seqs)} sequences")
+    doubtful = len(set(seqs)) != len(seqs) or not _are_content_ids(tokens)
+    for seq, token in zip(seqs, tokens, strict=True):
+        rows = _sequence(state, seq).speculative
+        if not rows or rows[0].token not in (NO_TOKEN, token):
+            doubtful = True
+    events: Events = (ev.CommittedEach(tuple(seqs), tuple(tokens)),)
+    return _checked(state, events) if doubtful else events
 
 
 def trim(state: State, seq: int, rows: int) -> Events:

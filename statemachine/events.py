@@ -121,7 +121,7 @@ class BlockCopied(Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class Forked(Struct, frozen=True, tag=True, omit_defaults=True):
-    """`child` shares every row of `seq`."""
+    """`child`, which is new or empty, shares every committed row of `seq`."""
 
     seq: int
     child: int
@@ -168,6 +168,13 @@ class PoolReset(Struct, frozen=True, tag=True, omit_defaults=True):
     """The page arrays were lost: all live sequences are preempted, the index is empty."""
 
 
+class CommittedEach(Struct, frozen=True, tag=True, omit_defaults=True):
+    """The oldest speculative row of each of many sequences is accepted, in columns."""
+
+    seqs: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+
 Event = (
     Opened
     | PrefixAdopted
@@ -186,4 +193,5 @@ Event = (
     | Preempted
     | Closed
     | PoolReset
+    | CommittedEach
 )

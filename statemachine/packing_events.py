@@ -132,6 +132,27 @@ def _unpack_committed(tracker: Tracker, step: int, packed: wire.Committed) -> ev
     return ev.Committed(packed.seq, tokens)
 
 
+def _pack_committed_each(tracker: Tracker, step: int, event: ev.CommittedEach) -> Struct:
+    cursors = tracker.cursors(event.seqs)
+    tokens = _stream_or_column(tracker.uncommitted_tokens(cursors), event.tokens)
+    tracker.committed_each(cursors, () if tokens is True else event.tokens)
+    return wire.CommittedEach(pack_ids(event.seqs), tokens)
+
+
+def _unpack_committed_each(
+    tracker: Tracker, step: int, packed: wire.CommittedEach
+) -> ev.CommittedEach:
+    seqs = unpack_ints(packed.seqs)
+    cursors = tracker.cursors(seqs)
+    if isinstance(packed.tokens, bool):
+        tokens = tracker.uncommitted_tokens(cursors)
+        tracker.committed_each(cursors, ())
+    else:
+        tokens = unpack_ints(packed.tokens)
+        tracker.committed_each(cursors, tokens)
+    return ev.CommittedEach(seqs, tokens)
+
+
 def _pack_written(tracker: Tracker, step: int, event: ev.StepWritten) -> Struct:
     return wire.StepWritten(None if event.step == step else event.step)
 
@@ -172,6 +193,7 @@ _SPECIAL: dict[type[Struct], tuple[_Packer, _Packer]] = {
     ev.Appended: (_pack_appended, _unpack_appended),
     ev.AppendedEach: (_pack_each, _unpack_each),
     ev.Committed: (_pack_committed, _unpack_committed),
+    ev.CommittedEach: (_pack_committed_each, _unpack_committed_each),
     ev.StepWritten: (_pack_written, _unpack_written),
     ev.BlockCopied: (_pack_copied, _unpack_copied),
 }

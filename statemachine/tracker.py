@@ -108,6 +108,15 @@ class Tracker:
         except IndexError:
             return ()
 
+    def uncommitted_tokens(self, cursors: list[Cursor]) -> tuple[int, ...]:
+        """The stream's token after each one's committed rows; () where one is not known."""
+        if any(cursor.offset < cursor.tail for cursor in cursors):
+            return ()
+        try:
+            return tuple([cursor.stream[cursor.offset - cursor.tail] for cursor in cursors])
+        except IndexError:
+            return ()
+
     def appended_each(
         self,
         seqs: tuple[int, ...],
@@ -157,6 +166,13 @@ class Tracker:
         cursor = self.cursor(seq)
         _overwrite(cursor.stream, cursor.offset - cursor.tail, tokens)
         cursor.tail = max(0, cursor.tail - len(tokens))
+
+    def committed_each(self, cursors: list[Cursor], unexpected: tuple[int, ...]) -> None:
+        """One row each; `unexpected`: their tokens, where they are not the stream's."""
+        for cursor, token in zip(cursors, unexpected, strict=False):
+            _overwrite(cursor.stream, cursor.offset - cursor.tail, (token,))
+        for cursor in cursors:
+            cursor.tail = max(0, cursor.tail - 1)
 
     def removed(self, seq: int, rows: int) -> None:
         """Trimmed or Rewound."""

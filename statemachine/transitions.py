@@ -25,7 +25,7 @@ from .lifetime import closed, opened, pool_reset, preempted, reset
 from .publication import evicted, published
 from .sharing import forked, prefix_adopted
 from .state import State
-from .trimming import committed, front_trimmed, rewound, trimmed
+from .trimming import committed, committed_each, front_trimmed, rewound, trimmed
 
 
 def apply(state: State, event: ev.Event) -> State:
@@ -82,6 +82,7 @@ HANDLERS: dict[type[Any], Callable[[Draft, Any], None]] = {
     ev.AppendedEach: appended_each,
     ev.StepWritten: step_written,
     ev.Committed: committed,
+    ev.CommittedEach: committed_each,
     ev.Trimmed: trimmed,
     ev.Rewound: rewound,
     ev.FrontTrimmed: front_trimmed,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from msgspec import structs
 
 from . import events as ev
+from .column import commit_column
 from .content import extend, retract
 from .draft import Draft
 from .errors import InvariantBroken
@@ -28,6 +29,15 @@ def committed(draft: Draft, event: ev.Committed) -> None:
             )
     new = extend(draft.geometry, old, event.tokens)
     draft.put(old, structs.replace(new, speculative=old.speculative[count:]))
+
+
+def committed_each(draft: Draft, event: ev.CommittedEach) -> None:
+    """The oldest speculative row of each of many sequences is accepted."""
+    if not (len(set(event.seqs)) == len(event.seqs) > 0):
+        raise InvariantBroken("a commit names each sequence once")
+    if len(event.tokens) != len(event.seqs):
+        raise InvariantBroken("a commit names a token a sequence")
+    commit_column(draft, event, committed)
 
 
 def _cut(draft: Draft, old: Sequence, rows: int) -> Sequence:

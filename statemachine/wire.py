@@ -18,7 +18,10 @@ from .columns import Column, FloatColumn
 from .events import PURPOSES
 
 EVENT_TYPES: tuple[type[Struct], ...] = ev.Event.__args__
-"""Number 1 is Opened, and so on, in the order of the union."""
+RESERVED = range(18, 18 + len(ev.RESERVED))
+"""Numbers of events.RESERVED."""
+EVENT_NUMBERS = tuple(number for number in range(1, 256) if number not in RESERVED)
+"""In the order of the union: Opened is 1, PoolReset 17, and CommittedEach 22."""
 
 PURPOSE_CODES = {purpose: code for code, purpose in enumerate(PURPOSES)}
 
@@ -65,6 +68,13 @@ class Committed(Struct, frozen=True, array_like=True, tag=6):
     tokens: int | Column
 
 
+class CommittedEach(Struct, frozen=True, array_like=True, tag=22):
+    """tokens True: the stream's next after the committed rows of each."""
+
+    seqs: Column
+    tokens: bool | Column
+
+
 class BlockCopied(Struct, frozen=True, array_like=True, tag=10):
     """step None: the record's."""
 
@@ -77,7 +87,15 @@ class BlockCopied(Struct, frozen=True, array_like=True, tag=10):
     rows: int
 
 
-_SPECIAL = (PrefixAdopted, Appended, AppendedEach, StepWritten, Committed, BlockCopied)
+_SPECIAL = (
+    PrefixAdopted,
+    Appended,
+    AppendedEach,
+    StepWritten,
+    Committed,
+    BlockCopied,
+    CommittedEach,
+)
 
 
 def _plain(kind: type[Struct], tag: int) -> type[Struct]:
@@ -90,7 +108,7 @@ def _plain(kind: type[Struct], tag: int) -> type[Struct]:
 _special_names = {kind.__name__: kind for kind in _SPECIAL}
 EVENT_WIRES: tuple[type[Struct], ...] = tuple(
     _special_names.get(kind.__name__) or _plain(kind, number)
-    for number, kind in enumerate(EVENT_TYPES, start=1)
+    for number, kind in zip(EVENT_NUMBERS, EVENT_TYPES, strict=False)
 )
 WireEvent: Any = EVENT_WIRES[0]
 for _wire in EVENT_WIRES[1:]:

@@ -204,6 +204,10 @@ class Model:
             row = len(sequence.tokens) - 1
             sequence.cells[row].identity = sequence.identity(row)
 
+    def _committedeach(self, event: ev.CommittedEach) -> None:
+        for seq, token in zip(event.seqs, event.tokens, strict=True):
+            self._committed(ev.Committed(seq, (token,)))
+
     def _cut(self, seq: int, rows: int) -> None:
         sequence, size = self.sequences[seq], self.geometry.block_size
         for _ in range(rows):

@@ -160,6 +160,8 @@ def test_any_number_of_steps_may_be_in_flight() -> None:
         ev.Appended(0, 2**64, 1, (1,), ((),), "decode"),
         ev.AppendedEach(2**64, (0,), (1,), "decode"),
         ev.AppendedEach(2**64, (0,), (1,), "draft"),
+        ev.CommittedEach((0,), (2**64,)),
+        ev.CommittedEach((2**64,), (0,)),
         ev.BlockEvicted(7, 0, 0),
         ev.Forked(0, 2**64),
     ],
@@ -271,3 +273,52 @@ def test_append_each_copies_no_rows_that_the_same_step_issues() -> None:
     )
     with pytest.raises(IllegalCommand, match="copies run before"):
         commands.append_each(state, 1, [0, 1], (4, 4), "decode")
+
+
+def looked_ahead() -> State:
+    """Sequences 0 to 4 with 5 to 9 rows; each has a lookahead row but for 4, which has a draft."""
+    state = new_state(Geometry(4, (Group("full", 16), Group("window", 16, window=4))))
+    for seq in range(5):
+        state = run(
+            state,
+            (commands.open_sequence, seq),
+            (commands.append, seq, 1, tuple(range(5 + seq))),
+        )
+    state = run(state, (commands.append_each, 2, [3, 1, 0, 2], None, "lookahead"))
+    return run(state, (commands.append, 4, 2, (7, 8), None, "draft"))
+
+
+def test_commit_each_does_what_single_commits_do() -> None:
+    """A row that fills its block, one at a block's first row, and the first of two drafts."""
+    state = looked_ahead()
+    events = commands.commit_each(state, [2, 3, 4, 0], (12, 13, 7, 10))
+    assert events == (ev.CommittedEach((2, 3, 4, 0), (12, 13, 7, 10)),)
+    singles = [ev.Committed(2, (12,)), ev.Committed(3, (13,)), ev.Committed(4, (7,))]
+    after = apply_all(state, events)
+    invariants.check_all(after)
+    assert after == apply_all(state, [*singles, ev.Committed(0, (10,))])
+    assert [after.sequences[seq].committed for seq in range(5)] == [6, 6, 8, 9, 10]
+    assert [len(after.sequences[seq].speculative) for seq in range(5)] == [0, 1, 0, 0, 1]
+    assert after.sequences[2].tokens == (0, 1, 2, 3, 4, 5, 6, 12)
+
+
+@pytest.mark.parametrize(
+    ("seqs", "tokens"),
+    [
+        ([], ()),
+        ([0, 0], (1, 2)),
+        ([0, 7], (1, 2)),
+        ([0], (1, 2)),
+        ([0, 1], (1, -2)),
+        ([0, 1], (1, "x")),
+        ([0, 4], (1, 8)),
+        ([0, 5], (1, 2)),
+    ],
+)
+def test_commit_each_refuses_what_single_commits_refuse(
+    seqs: list[int], tokens: tuple[int, ...]
+) -> None:
+    """Sequence 4 ends in drafts 7 and 8; 5 has no speculative row."""
+    state = run(looked_ahead(), (commands.open_sequence, 5))
+    with pytest.raises(IllegalCommand):
+        commands.commit_each(state, seqs, tokens)

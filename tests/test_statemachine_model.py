@@ -60,6 +60,7 @@ def events_at_random(live: list[int], next_step: int, last: tuple[Event, ...]) -
         st.builds(ev.AppendedEach, step, st.lists(seq, max_size=3).map(tuple), maybe, purpose),
         st.builds(ev.StepWritten, step),
         st.builds(ev.Committed, seq, tokens),
+        st.builds(ev.CommittedEach, st.lists(seq, max_size=3).map(tuple), tokens),
         st.builds(ev.Trimmed, seq, few),
         st.builds(ev.Rewound, seq, few),
         st.builds(ev.FrontTrimmed, seq, few, few),
@@ -169,6 +170,25 @@ class CacheMachine(Driver, RuleBasedStateMachine):
                 for seq in events[0].seqs
             ]
         assert plain(apply_all(before, singles)) == plain(self.state)
+
+    @precondition(lambda self: any(s.speculative for s in self.model.sequences.values()))
+    @rule(data=st.data(), wrong=st.integers(0, 9))
+    def commit_each(self, data: Any, wrong: int) -> None:
+        """The first speculative row of several sequences, as single commits would."""
+        ready = [seq for seq in self.seqs() if self.model.sequences[seq].speculative]
+        seqs = data.draw(st.permutations(ready))[: data.draw(st.integers(1, 5))]
+        seqs += data.draw(st.sampled_from(([], [], [], [], [77], seqs[:1])))
+        rows = [self.model.sequences[seq].speculative[0] if seq != 77 else 0 for seq in seqs]
+        tokens = tuple(place % 2 if row is None else row for place, row in enumerate(rows))
+        if not wrong:
+            tokens = (1 - tokens[0], *tokens[1:])
+        legal = 77 not in seqs and len(set(seqs)) == len(seqs) and rows[0] in (None, tokens[0])
+        before = self.state
+        events = self.carry_out(commands.commit_each, seqs, tokens)
+        assert (events is not None) == legal
+        if legal:
+            singles = [ev.Committed(seq, (t,)) for seq, t in zip(seqs, tokens, strict=True)]
+            assert plain(apply_all(before, singles)) == plain(self.state)
 
     @rule(back=st.sampled_from((0, 0, 1, 2)))
     def step_written(self, back: int) -> None:

@@ -126,6 +126,8 @@ class Life(Driver):
         mine = self.model.sequences[seq]
         if mine.pads:
             self.carry_out(commands.trim, seq, mine.pads)
+        if self.rng.random() < 0.3:
+            self.commit_together()
         if mine.speculative:
             kept = self.rng.randint(0, len(mine.speculative))
             tokens = tuple(token or 0 for token in mine.speculative[:kept])
@@ -133,6 +135,14 @@ class Life(Driver):
                 assert self.carry_out(commands.commit, seq, tokens) is not None
             if mine.speculative:
                 assert self.carry_out(commands.rewind, seq, len(mine.speculative)) is not None
+
+    def commit_together(self) -> None:
+        """The first speculative row of each sequence."""
+        rows = {seq: self.model.sequences[seq].speculative for seq in self.seqs()}
+        ready = [seq for seq in self.seqs() if rows[seq]]
+        if ready:
+            tokens = tuple(rows[seq][0] or 0 for seq in ready)
+            assert self.carry_out(commands.commit_each, ready, tokens) is not None
 
     def close_step(self) -> None:
         """Up to two steps are in flight; the older is written first, then blocks are published."""
@@ -165,6 +175,7 @@ SEEN_AT_LEAST = {
     "BlockEvicted": 100,
     "BlockPublished": 300,
     "Committed": 50,
+    "CommittedEach": 50,
     "Forked": 50,
     "FrontTrimmed": 50,
     "PoolReset": 5,
@@ -183,7 +194,7 @@ def test_long_lives_of_a_pool_agree_with_the_model() -> None:
     for seed in range(42):
         life = Life(seed)
         try:
-            for _ in range(140):
+            for _ in range(170):
                 life.turn()
             life.end()
         except Exception as error:
