@@ -15,16 +15,18 @@ from .metadata import Ints, Longs, StepMetadata
 class StepContext:
     """What the cache objects of one forward share.
 
-    offset: [T] int32, RoPE positions. order: [T] or None, from bucket order back to batch order.
+    fed: the tokens of the step's pending rows, [Q], which nobody needs to have read.
+    offset: [T] int32, RoPE positions. tokens: [T] int32. order: [T] or None, from
+    bucket order back to batch order.
     """
 
-    def __init__(self, metadata: StepMetadata) -> None:
+    def __init__(self, metadata: StepMetadata, fed: mx.array | None = None) -> None:
         self.metadata = metadata
         self.buckets: tuple[Bucket, ...] = group_rows(metadata)
         order = output_order(self.buckets)
         self.order = None if order is None else _index(order)
         self.offset = mx.array(metadata.positions)
-        self.tokens = mx.array(metadata.tokens)
+        self.tokens = _tokens(metadata, fed)
         self._writes: dict[int, tuple[mx.array, mx.array]] = {}
         self._reads: dict[tuple[int, int, int], mx.array] = {}
         self._biases: dict[tuple[int, int, int], mx.array | None] = {}
@@ -60,6 +62,16 @@ class StepContext:
             host = self.buckets[bucket].views[group].tiles[tile].bias
             self._biases[key] = None if host is None else mx.array(host)
         return self._biases[key]
+
+
+def _tokens(metadata: StepMetadata, fed: mx.array | None) -> mx.array:
+    if fed is None:
+        return mx.array(metadata.tokens)
+    fed = fed.astype(mx.int32)
+    if len(metadata.pending) == metadata.total_rows:
+        return fed
+    rows = _index(metadata.pending_rows)
+    return mx.put_along_axis(mx.array(metadata.tokens), rows, fed, axis=0)
 
 
 def _index(values: Longs | Ints) -> mx.array:

@@ -2,8 +2,8 @@
 
 Owns sampling without logits, failures on order, and the step-pinned driver. Metadata,
 observations and shadow tags are the real ones; a token is a function of the tag that the shadow
-array holds in the last row's place (and of the seed, where the request samples), so that a wrong
-table, a stale block or a visible pad changes the answer. Never keeps a length of its own.
+array holds in its row's place (and of seed and position, where the request samples), so that a
+wrong table, a stale block or a visible pad changes the answer. Never keeps a length of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,16 @@ from statemachine.geometry import Geometry
 from statemachine.records import ShadowReport
 
 from .batch import Batch, BuildFailed, EvalFailed, Piece, StepResult
-from .metadata import BadBatch, CacheUse, StepMetadata, build, observe
+from .metadata import (
+    BadBatch,
+    CacheUse,
+    StepMetadata,
+    build,
+    last_tokens,
+    observe,
+    pending_sources,
+)
+from .order import Order
 from .shadow import EDGES, OFF, Shadow
 
 BUILD = "build"
@@ -37,6 +46,7 @@ class Failure(Struct, frozen=True):
 class Ticket(Struct, frozen=True):
     """A step between issue and collect."""
 
+    number: int
     batch: Batch
     metadata: StepMetadata
     result: StepResult
@@ -76,7 +86,10 @@ class FakeKernel:
         self._delay = delay
         # With the sanitizer off tags are still what stands for the pages' content.
         self._shadow = Shadow(geometry, EDGES if sanitize == OFF else sanitize)
-        self._lost = False
+        self._order = Order()
+        self._newest: dict[int, int] = {}
+        """What the newest step sampled last for each of its sequences."""
+        self._newest_step = 0
         self.resets = 0
         self.batches: list[Batch] = []
 
@@ -86,35 +99,48 @@ class FakeKernel:
         return self._geometry
 
     def issue(self, batch: Batch) -> Ticket:
-        """Build a step. Raises BuildFailed; rows and copies are as before then."""
-        if self._lost:
-            raise EvalFailed("the pages were lost and not reset")
+        """Build a step. Raises BuildFailed: its copies stand, its rows are as before then.
+
+        Raises EvalFailed while the pages are lost.
+        """
+        number = self._order.issue()
         if self._delay is not None:
             self._delay(batch)
         self.batches.append(batch)
+        self._shadow.copy_blocks(batch.copies)
         try:
             metadata = build(batch, self._geometry)
+            pending_sources(metadata, self._newest)
         except BadBatch as error:
             raise BuildFailed(str(error), error.seq) from error
         failure = self._fail.get(batch.step)
         if self._fails_to_build(batch, failure):
             raise BuildFailed("a failure on order", None if failure is None else failure.seq)
         report = self._shadow.apply(batch, metadata)
+        # The rows hold what was fed, whoever has read it: tokens come from their real tags.
+        self._shadow.learn(self._newest_step, self._newest)
+        return Ticket(number, batch, metadata, self._result(batch, metadata, report))
+
+    def _result(self, batch: Batch, metadata: StepMetadata, report: ShadowReport) -> StepResult:
         # Each layer reads the offset, updates and attends once.
         uses = [CacheUse(1, 1, metadata.total_rows, 1, 0)] * self._layers
+        samples = zip(
+            metadata.sampled, metadata.sample_rows.tolist(), metadata.sample_positions, strict=True
+        )
         drawn = [
-            self._draw(batch.pieces[number], self._held_tag(metadata, row))
-            for number, row in zip(metadata.sampled, metadata.sample_rows.tolist(), strict=True)
+            self._draw(batch.pieces[number], position, self._held_tag(metadata, row))
+            for number, row, position in samples
         ]
-        result = StepResult(
+        tokens = tuple(token for token, _ in drawn)
+        self._newest, self._newest_step = last_tokens(metadata, tokens), batch.step
+        return StepResult(
             observation=observe(metadata, uses),
             shadow=ShadowReport() if self._sanitize == OFF else report,
             sampled=metadata.sampled,
-            tokens=tuple(token for token, _ in drawn),
+            tokens=tokens,
             logits=tuple(_fraction(mix) for _, mix in drawn),
             margins=tuple(_fraction(mix >> 24) for _, mix in drawn),
         )
-        return Ticket(batch, metadata, result)
 
     def _fails_to_build(self, batch: Batch, failure: Failure | None) -> bool:
         if failure is not None and failure.stage == BUILD:
@@ -123,16 +149,18 @@ class FakeKernel:
 
     def collect(self, ticket: Ticket) -> StepResult:
         """The step's samples. Raises EvalFailed."""
+        self._order.collect(ticket.number)
         failure = self._fail.get(ticket.batch.step)
-        if self._lost or (failure is not None and failure.stage == EVAL):
-            self._lost = True
+        if failure is not None and failure.stage == EVAL:
+            self._order.fail()
             raise EvalFailed("a failure on order")
         return ticket.result
 
     def reset_pages(self) -> None:
         """All rows are unwritten again."""
         self._shadow.reset()
-        self._lost = False
+        self._order.reset()
+        self._newest = {}
         self.resets += 1
 
     def _held_tag(self, metadata: StepMetadata, row: int) -> int:
@@ -140,9 +168,9 @@ class FakeKernel:
         group = next(n for n, spec in enumerate(self._geometry.groups) if spec.paged)
         return int(self._shadow.tags[group][metadata.slots[group, row]])
 
-    def _draw(self, piece: Piece, tag: int) -> tuple[int, int]:
-        """A token, and the hash that it came from."""
-        parameters, position = piece.parameters, piece.sample_position or 0
+    def _draw(self, piece: Piece, position: int, tag: int) -> tuple[int, int]:
+        """The token for `position`, and the hash that it came from."""
+        parameters = piece.parameters
         seed = parameters.seed if parameters is not None and parameters.temperature > 0 else 0
         mix = xxh3_64_intdigest(struct.pack("<QQQ", tag, seed % 2**64, position if seed else 0))
         told = self._script(piece.sequence.id, position) if self._script is not None else None

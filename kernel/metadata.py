@@ -13,7 +13,7 @@ Rows of a batch, in batch order (T rows, P pieces, G groups):
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import chain
 
 import numpy as np
@@ -47,7 +47,10 @@ class StepMetadata:
     position, rows (pads included) and end position. tokens, positions, until: [T]; a row reads
     keys [live_from, until) and the group's sinks. slots, live_from: [G, T]. tables: per group
     [P, W], NO_BLOCK where there is none; covers: [P], how many blocks reach to the piece's end.
-    sample_rows: [S] rows whose logits are sampled; sampled: [S] their pieces.
+    pending_rows: [Q] rows that are fed what the step before sampled last for their sequence, and
+    that have token 0 here; pending: [Q] their pieces. sample_rows: [S] rows whose logits are
+    sampled; sampled: [S] their pieces, each as often as it has samples; sample_positions: [S] the
+    positions that the samples take.
     """
 
     step: int
@@ -64,8 +67,11 @@ class StepMetadata:
     live_from: Ints
     tables: tuple[Ints, ...]
     covers: Longs
+    pending_rows: Longs
+    pending: tuple[int, ...]
     sample_rows: Longs
     sampled: tuple[int, ...]
+    sample_positions: tuple[int, ...]
     copies: tuple[BlockCopied, ...]
 
     @property
@@ -106,19 +112,19 @@ class CacheUse:
 
 
 def build(batch: Batch, geometry: Geometry) -> StepMetadata:
-    """Lay a batch out. BadBatch where a piece cannot be: no rows, or rows without a block."""
+    """Lay a batch out. BadBatch where a piece cannot be: no rows, fewer than it has samples, or
+    rows without a block.
+    """
     pieces = batch.pieces
     rows = np.array([piece.rows for piece in pieces], np.int64)
-    for piece in pieces:
-        if not piece.tokens or piece.start < 0:
-            message = f"sequence {piece.sequence.id} has no rows to feed in step {batch.step}"
-            raise BadBatch(message, piece.sequence.id)
+    _check_rows(batch)
     start = np.array([piece.start for piece in pieces], np.int64)
     first = np.cumsum(rows) - rows
     positions = piece_positions(start, first, rows)
     tables = tuple(_table(pieces, group, geometry) for group in range(len(geometry.groups)))
     piece_of = np.repeat(np.arange(len(pieces)), rows)
-    sampled = tuple(i for i, piece in enumerate(pieces) if piece.sample_position is not None)
+    pending = tuple([i for i, piece in enumerate(pieces) if piece.pending])
+    sampled = tuple([i for i, piece in enumerate(pieces) for _ in range(piece.samples)])
     return StepMetadata(
         step=batch.step,
         geometry=geometry,
@@ -134,10 +140,45 @@ def build(batch: Batch, geometry: Geometry) -> StepMetadata:
         live_from=_live_from(pieces, piece_of, positions, geometry),
         tables=tables,
         covers=-(-(start + rows) // geometry.block_size),
+        pending_rows=np.array([first[i] + len(pieces[i].tokens) for i in pending], np.int64),
+        pending=pending,
         sample_rows=_sample_rows(pieces, first, sampled),
         sampled=sampled,
+        sample_positions=tuple([at for piece in pieces for at in piece.sample_positions]),
         copies=batch.copies,
     )
+
+
+def _check_rows(batch: Batch) -> None:
+    for piece in batch.pieces:
+        seq, rows = piece.sequence.id, len(piece.tokens) + piece.pending
+        if not rows or piece.start < 0:
+            raise BadBatch(f"sequence {seq} has no rows to feed in step {batch.step}", seq)
+        if piece.samples > rows:
+            what = f"{piece.samples} samples are asked of {rows} rows in step {batch.step}"
+            raise BadBatch(f"sequence {seq}: {what}", seq)
+
+
+def pending_sources(metadata: StepMetadata, newest: Mapping[int, int]) -> list[int]:
+    """What `newest` has by sequence for each of the pending rows: [Q].
+
+    Raises BadBatch for a sequence that the step before did not sample.
+    """
+    sources = []
+    for number in metadata.pending:
+        seq = metadata.seqs[number]
+        source = newest.get(seq)
+        if source is None:
+            what = f"which the step before step {metadata.step} did not sample"
+            raise BadBatch(f"a row waits for a token of sequence {seq}, {what}", seq)
+        sources.append(source)
+    return sources
+
+
+def last_tokens(metadata: StepMetadata, tokens: Iterable[int]) -> dict[int, int]:
+    """What a step sampled last for each sequence; `tokens`: [S]."""
+    seqs = metadata.seqs
+    return {seqs[i]: token for i, token in zip(metadata.sampled, tokens, strict=True)}
 
 
 def piece_positions(start: Longs, first: Longs, rows: Longs) -> Ints:
@@ -147,19 +188,23 @@ def piece_positions(start: Longs, first: Longs, rows: Longs) -> Ints:
 
 
 def _tokens(pieces: tuple[Piece, ...]) -> Ints:
-    """Token ids fed, [T]; pads feed token 0."""
+    """Token ids fed, [T]; pads feed token 0, and so do rows whose token is pending."""
     flat: list[int] = []
     for piece in pieces:
         flat.extend(piece.tokens)
-        if piece.pads:
-            flat.extend([0] * piece.pads)
+        if piece.pending or piece.pads:
+            flat.extend([0] * (piece.pending + piece.pads))
     return np.array(flat, np.int32)
 
 
 def _sample_rows(pieces: tuple[Piece, ...], first: Longs, sampled: tuple[int, ...]) -> Longs:
-    """The last row that is a token's, of each piece that samples: [S]."""
-    ends = [int(first[i]) + len(pieces[i].tokens) - 1 for i in sampled]
-    return np.array(ends, np.int64)
+    """The last rows that are a token's, of each piece that samples: [S]."""
+    rows: list[int] = []
+    for number in dict.fromkeys(sampled):
+        piece = pieces[number]
+        end = int(first[number]) + len(piece.tokens) + piece.pending
+        rows.extend(range(end - piece.samples, end))
+    return np.array(rows, np.int64)
 
 
 def _table(pieces: tuple[Piece, ...], group: int, geometry: Geometry) -> Ints:

@@ -3,6 +3,9 @@
 Owns a model's pages, its shadow and the order of a step: lay out, build, account, start, read.
 Decides no length. One thread makes every call, the constructor included.
 
+A step may be issued before the samples of the one before it were read: its rows take their tokens
+from that step's array, on the device.
+
 A step that fails while its graph is built leaves pages and shadow as they were. Errors are raised
 anew, outside of the handler that caught them: a traceback would keep frames alive, these hold page
 arrays, and a page array that is held is copied by the next write instead of donated.
@@ -10,12 +13,12 @@ arrays, and a page array that is held is copied by the next write instead of don
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NoReturn
 
 import mlx.core as mx
 import numpy as np
 from attrs import frozen
-from msgspec import structs
 
 from statemachine.geometry import Geometry
 from statemachine.records import Observation, ShadowReport
@@ -25,7 +28,8 @@ from .batch import Batch, BuildFailed, EvalFailed, StepResult
 from .context import StepContext
 from .families import check_family, layer_shapes
 from .forward import Forward
-from .metadata import BadBatch, StepMetadata, build
+from .metadata import BadBatch, StepMetadata, build, last_tokens, pending_sources
+from .order import Order
 from .pages import Pages, PageStep
 from .probe import probe
 from .sampling import plan_samples, sample
@@ -36,10 +40,12 @@ from .shadow import EDGES, Shadow
 class Ticket:
     """A step under way: what is known already, and arrays that are being computed.
 
-    outputs: all that goes to eval, never a page array: tokens, logits and margins, or the forward's
-    anchor where nothing samples. Emptied by a failure, so that no one's ticket holds on to a graph.
+    number: the order of issue. outputs: all that goes to eval, never a page array: tokens, logits
+    and margins, or the forward's anchor where nothing samples. Emptied by a failure, so that no
+    one's ticket holds on to a graph.
     """
 
+    number: int
     metadata: StepMetadata
     observation: Observation
     shadow: ShadowReport
@@ -54,6 +60,14 @@ class _Built:
     pages: PageStep
     observation: Observation
     outputs: list[mx.array]
+
+
+@frozen(eq=False)
+class _Newest:
+    """The step issued last: its sampled tokens [S], and where each sequence's last one stands."""
+
+    tokens: mx.array | None = None
+    places: Mapping[int, int] = {}
 
 
 class ModelKernel:
@@ -77,6 +91,8 @@ class ModelKernel:
             fastmath.turn_weights(model)
         self._forward = Forward(model, geometry)
         self._shadow = Shadow(geometry, sanitize)
+        self._order = Order()
+        self._newest = _Newest()
         if check:
             probe(model, self._forward, geometry, shapes)
         self._pages = Pages(geometry, shapes)
@@ -95,6 +111,7 @@ class ModelKernel:
 
         Its block copies stand even where its build fails: they are part of the state by then.
         """
+        number = self._order.issue()
         self._copy(batch)
         built, seq, failure = None, None, ""
         try:
@@ -105,12 +122,17 @@ class ModelKernel:
             failure = describe(error)
         if built is None:
             raise BuildFailed(f"step {batch.step}: {failure}", seq)
-        report = self._shadow.apply(structs.replace(batch, copies=()), built.metadata)
-        return self._start(built, report)
+        report = self._shadow.apply(batch, built.metadata)
+        return self._start(number, built, report)
 
     def collect(self, ticket: object) -> StepResult:
         """Wait for a step's samples. Raises EvalFailed."""
         assert isinstance(ticket, Ticket)
+        try:
+            self._order.collect(ticket.number)
+        except EvalFailed:
+            ticket.outputs.clear()
+            raise
         failure = ""
         columns: list[list[Any]] = [[], [], []]
         try:
@@ -120,9 +142,9 @@ class ModelKernel:
         except Exception as error:
             failure = describe(error)
         if failure:
-            ticket.outputs.clear()
-            raise EvalFailed(failure)
+            self._fail(ticket.outputs, failure)
         tokens, logits, margins = columns
+        self._shadow.learn(ticket.metadata.step, last_tokens(ticket.metadata, tokens))
         return StepResult(
             observation=ticket.observation,
             shadow=ticket.shadow,
@@ -136,6 +158,8 @@ class ModelKernel:
         """Throw the page arrays away, unread, and make new ones."""
         self._pages.reset()
         self._shadow.reset()
+        self._order.reset()
+        self._newest = _Newest()
 
     def _copy(self, batch: Batch) -> None:
         """Copy on write, before any write of the step. Raises EvalFailed."""
@@ -147,22 +171,30 @@ class ModelKernel:
         except Exception as error:
             failure = describe(error)
         if failure:
-            raise EvalFailed(failure)
+            self._fail([], failure)
         self._shadow.copy_blocks(batch.copies)
 
     def _build(self, batch: Batch) -> _Built:
         metadata = build(batch, self._geometry)
         self._check_tokens(batch, metadata)
-        context = StepContext(metadata)
+        context = StepContext(metadata, self._fed(metadata))
         pages = self._pages.begin()
         logits, anchor, observation = self._forward.run(context, pages)
         outputs = [anchor]
         if logits is not None:
-            asked = [batch.pieces[i] for i in metadata.sampled]
-            plan = plan_samples((p.parameters, p.sample_position or 0) for p in asked)
+            asked = [batch.pieces[i].parameters for i in metadata.sampled]
+            plan = plan_samples(zip(asked, metadata.sample_positions, strict=True))
             samples = sample(logits, plan)
             outputs = [samples.tokens, samples.logits, samples.margins]
         return _Built(metadata, pages, observation, outputs)
+
+    def _fed(self, metadata: StepMetadata) -> mx.array | None:
+        """Tokens of the pending rows, [Q], from the newest step's, which may still run."""
+        sources = pending_sources(metadata, self._newest.places)
+        if not sources:
+            return None
+        assert self._newest.tokens is not None
+        return self._newest.tokens[mx.array(np.array(sources, np.uint32))]
 
     def _check_tokens(self, batch: Batch, metadata: StepMetadata) -> None:
         """MLX reads beyond an embedding without an error."""
@@ -175,19 +207,27 @@ class ModelKernel:
                 batch.pieces[piece].sequence.id,
             )
 
-    def _start(self, built: _Built, report: ShadowReport) -> Ticket:
+    def _start(self, number: int, built: _Built, report: ShadowReport) -> Ticket:
         """Hand the graph to MLX; from here on the pages are what the step makes of them."""
         self._pages.commit(built.pages)
-        ticket = Ticket(built.metadata, built.observation, report, built.outputs)
+        metadata, outputs = built.metadata, built.outputs
         failure = ""
         try:
-            mx.async_eval(ticket.outputs)  # type: ignore[no-untyped-call]
+            mx.async_eval(outputs)  # type: ignore[no-untyped-call]
         except Exception as error:
             failure = describe(error)
         if failure:
-            ticket.outputs.clear()
-            raise EvalFailed(failure)
-        return ticket
+            self._fail(outputs, failure)
+        places = last_tokens(metadata, range(len(metadata.sampled)))
+        self._newest = _Newest(outputs[0], places) if places else _Newest()
+        return Ticket(number, metadata, built.observation, report, outputs)
+
+    def _fail(self, outputs: list[mx.array], failure: str) -> NoReturn:
+        """The pages are lost: let go of all that holds on to a graph. Raises EvalFailed."""
+        outputs.clear()
+        self._newest = _Newest()
+        self._order.fail()
+        raise EvalFailed(failure)
 
 
 def describe(error: Exception) -> str:

@@ -80,7 +80,7 @@ def _paged(
         sequence = Sequence(
             0, Namespace(), 0, committed=end, tables=tables, starts=(0,) * len(groups)
         )
-        piece = Piece(sequence, tuple(tokens[done:end]), sample_position=end)
+        piece = Piece(sequence, tuple(tokens[done:end]), samples=1)
         step = pages.begin()
         logits, _, _ = forward.run(StepContext(build(Batch(end, (piece,)), geometry)), step)
         pages.commit(step)

@@ -4,6 +4,9 @@ Owns one array of tags a group, kept in issue order. It compares what a step's a
 through the tables that the step really uses, with what the sequences should hold there. Checks
 addressing, never arithmetic. numpy only: the fake kernel has it too.
 
+A row that is issued before its token was read is tagged as pending. Once the kernel has sampled
+that token the row gets the tag of what was fed, so that a commit of another token is found.
+
 Modes: `edges` compares the row before each piece, its last row, and the last row of every block
 that is new in a table; `full` compares every row that is read; `off` does nothing.
 """
@@ -11,22 +14,21 @@ that is new in a table; `full` compares every row that is read; `off` does nothi
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 
 import numpy as np
-import numpy.typing as npt
-from attrs import define, field
+from attrs import define, field, frozen
 
 from statemachine.events import NO_BLOCK, BlockCopied
 from statemachine.geometry import Geometry
 from statemachine.records import ShadowFinding, ShadowReport
-from statemachine.sequence import Sequence
-from statemachine.tags import UNWRITTEN, committed_tags, row_tag, sequence_tags
+from statemachine.sequence import NO_TOKEN, Sequence
+from statemachine.tags import UNWRITTEN
 
 from .batch import Batch
+from .expected import Expected, Tags
 from .metadata import Ints, Longs, StepMetadata
-
-Tags = npt.NDArray[np.uint64]
 
 EDGES = "edges"
 FULL = "full"
@@ -36,9 +38,6 @@ MODES = (EDGES, FULL, OFF)
 FINDINGS_MAX = 16
 SEQUENCES_MAX = 4096
 """Tables remembered, least recently stepped first out: their blocks count as new again."""
-TOKEN_BYTES = 8
-BLOCKS_MAX = 1 << 16
-"""Full blocks whose tags are remembered by key."""
 
 
 class Shadow:
@@ -49,10 +48,13 @@ class Shadow:
             raise ValueError(f"sanitize must be one of {', '.join(MODES)}, not {mode!r}")
         self._geometry = geometry
         self._mode = mode
-        self._expected = _Expected(geometry)
+        self._expected = Expected(geometry)
         self.tags: list[Tags] = []
         self._tables: OrderedDict[int, tuple[Ints, ...]] = OrderedDict()
         self._last: tuple[tuple[int, ...], tuple[Ints, ...]] = ((), ())
+        self._newest_step = 0
+        self._waiting: dict[int, list[_Pending]] = {}
+        """By the step that samples their tokens."""
         self.reset()
 
     @property
@@ -66,6 +68,7 @@ class Shadow:
         self.tags = [np.full(count, UNWRITTEN, np.uint64) for count in rows]
         self._tables.clear()
         self._last = ((), ())
+        self._waiting.clear()
 
     def copy_blocks(self, copies: Items[BlockCopied]) -> None:
         """Whole blocks, as the pages do."""
@@ -76,10 +79,11 @@ class Shadow:
             blocks[copied.group][copied.target] = tags
 
     def apply(self, batch: Batch, metadata: StepMetadata) -> ShadowReport:
-        """A step is issued: copy, tag its rows, compare what it reads. Call in issue order."""
+        """A step is issued: tag its rows, compare what it reads. Call in issue order, and after
+        `copy_blocks` for the step's copies.
+        """
         if self._mode == OFF:
             return ShadowReport()
-        self.copy_blocks(metadata.copies)
         newest = self._write(batch, metadata)
         report = _Report()
         for group, spec in enumerate(self._geometry.groups):
@@ -88,7 +92,46 @@ class Shadow:
             elif spec.paged:
                 self._compare_edges(batch, metadata, group, newest, report)
         self._last = (metadata.seqs, metadata.tables)
+        self._follow_pending(batch, metadata)
         return report.frozen()
+
+    def learn(self, step: int, tokens: Mapping[int, int]) -> None:
+        """A step's samples are known, by sequence the last: rows that were fed them get tags."""
+        rows = self._waiting.pop(step, [])
+        self._retag([(row, tokens[row.sequence.id]) for row in rows])
+
+    def _follow_pending(self, batch: Batch, metadata: StepMetadata) -> None:
+        """Rows whose token the sequence does not know: tag those that the piece has a token for
+        (a replay), keep the others until it is sampled.
+        """
+        known: list[tuple[_Pending, int]] = []
+        waiting: list[_Pending] = []
+        for number, piece in enumerate(batch.pieces):
+            sequence = piece.sequence
+            if not sequence.speculative or sequence.speculative[-1].token != NO_TOKEN:
+                continue
+            place = sequence.committed + len(sequence.speculative) - 1 - piece.start
+            row = _Pending(sequence, metadata.slots[:, metadata.first[number] + place])
+            if place < len(piece.tokens):
+                known.append((row, piece.tokens[place]))
+            else:
+                waiting.append(row)
+        self._retag(known)
+        if waiting:
+            self._waiting[self._newest_step] = waiting
+        self._newest_step = metadata.step
+
+    def _retag(self, rows: list[tuple[_Pending, int]]) -> None:
+        """Give pending rows the tags of their tokens, where nothing else was written since."""
+        if not rows:
+            return
+        old = np.array([self._expected.pending(row.sequence) for row, _ in rows], np.uint64)
+        new = [self._expected.fed(row.sequence, token) for row, token in rows]
+        slots = np.stack([row.slots for row, _ in rows], axis=1)
+        for tags, spec, places in zip(self.tags, self._geometry.groups, slots, strict=True):
+            if spec.paged:
+                held = tags[places]
+                tags[places] = np.where(held == old, np.array(new, np.uint64), held)
 
     def _write(self, batch: Batch, metadata: StepMetadata) -> list[int]:
         """Tag the step's rows with what their sequences say they are; each piece's last tag."""
@@ -217,6 +260,14 @@ class _Check:
     slots: Longs | Ints
 
 
+@frozen(eq=False)
+class _Pending:
+    """The last speculative row of `sequence`, whose token it does not know; slots: [G]."""
+
+    sequence: Sequence
+    slots: Ints
+
+
 @define
 class _Report:
     checked: int = 0
@@ -225,70 +276,3 @@ class _Report:
 
     def frozen(self) -> ShadowReport:
         return ShadowReport(self.checked, self.found, tuple(self.findings))
-
-
-class _Expected:
-    """Tags that sequences should have, from the sequences alone."""
-
-    def __init__(self, geometry: Geometry) -> None:
-        self._geometry = geometry
-        self._blocks: OrderedDict[tuple[int, int, bytes], Tags] = OrderedDict()
-        self._runs: OrderedDict[int, tuple[tuple[int, ...], tuple[bytes, ...], Tags]]
-        self._runs = OrderedDict()
-
-    def rows(self, sequence: Sequence, first: int, end: int) -> list[int]:
-        """Rows [first, end); a row beyond the sequence's offset should not be there at all."""
-        inside = min(end, sequence.offset)
-        tags = sequence_tags(self._geometry, sequence, first, inside) if first < inside else []
-        return tags + [UNWRITTEN] * (end - max(first, inside))
-
-    def row(self, sequence: Sequence, position: int) -> int:
-        """One row, at most one hash where it is committed."""
-        if position >= sequence.committed:
-            return self.rows(sequence, position, position + 1)[0]
-        index, row = divmod(position, self._geometry.block_size)
-        if row == self._geometry.block_size - 1:
-            return sequence.keys[index]
-        tokens = sequence.block_tokens(index)[: (row + 1) * TOKEN_BYTES]
-        return row_tag(self._geometry, sequence.block_parent(index), tokens)
-
-    def span(self, sequence: Sequence, first: int, end: int) -> Tags:
-        """Rows [first, end) as an array; those in full blocks come from a cache by content."""
-        known = self._full_blocks(sequence)
-        head = known[first : min(end, len(known))]
-        start = max(first, len(known))
-        if start >= end:
-            return head
-        return np.concatenate([head, np.array(self.rows(sequence, start, end), np.uint64)])
-
-    def _full_blocks(self, sequence: Sequence) -> Tags:
-        """Tags of all rows in full committed blocks. What is remembered for the sequence's id is
-        used as far as its content, keys and tokens, is still the same.
-        """
-        keys, packed = sequence.keys, sequence.packed
-        old_keys, old_packed, tags = self._runs.pop(sequence.id, ((), (), np.empty(0, np.uint64)))
-        if keys[: len(old_keys)] != old_keys or packed[: len(old_packed)] != old_packed:
-            old_keys, tags = (), tags[:0]
-        fresh = [self._block(sequence, index) for index in range(len(old_keys), len(keys))]
-        if fresh:
-            tags = np.concatenate([tags, *fresh])
-        self._runs[sequence.id] = (keys, packed, tags)
-        if len(self._runs) > SEQUENCES_MAX:
-            self._runs.popitem(last=False)
-        return tags
-
-    def _block(self, sequence: Sequence, index: int) -> Tags:
-        """Tags of a full committed block. The key names parent and tokens, and both are compared:
-        a hash that collides is no excuse for another block's tags.
-        """
-        key = (sequence.keys[index], sequence.block_parent(index), sequence.block_tokens(index))
-        tags = self._blocks.get(key)
-        if tags is None:
-            size = self._geometry.block_size
-            span = committed_tags(self._geometry, sequence, index * size, (index + 1) * size)
-            tags = self._blocks[key] = np.array(span, np.uint64)
-            if len(self._blocks) > BLOCKS_MAX:
-                self._blocks.popitem(last=False)
-        else:
-            self._blocks.move_to_end(key)
-        return tags

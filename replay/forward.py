@@ -125,7 +125,7 @@ class ForwardChecker:
                     sequence=pieces.sequences[number],
                     tokens=tokens[number],
                     pads=pads[number],
-                    sample_position=None if answer is None else answer.length,
+                    samples=sampled.count(number),
                     parameters=None if answer is None else answer.arrived.parameters,
                 )
             )

@@ -68,8 +68,8 @@ class Book:
             sequence,
             tuple(tokens),
             pads,
-            sequence.committed if sample else None,
-            Parameters(max_tokens=1, **wanted) if wanted else None,
+            samples=int(sample),
+            parameters=Parameters(max_tokens=1, **wanted) if wanted else None,
         )
 
     def trim_pads(self, seq: int) -> None:

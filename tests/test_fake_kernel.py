@@ -27,7 +27,7 @@ def prompted(state: State, seq: int, tokens: tuple[int, ...], step: int = 1) -> 
 
 
 def piece(sequence: Sequence, tokens: tuple[int, ...], **changes: Any) -> Piece:
-    given = Piece(sequence, tokens, sample_position=sequence.committed, parameters=GREEDY)
+    given = Piece(sequence, tokens, samples=1, parameters=GREEDY)
     return structs.replace(given, **changes)
 
 
@@ -83,15 +83,16 @@ def test_the_observation_is_made_of_what_was_laid_out() -> None:
 
 
 def test_greedy_ignores_the_seed_and_sampling_follows_it_and_the_position() -> None:
-    state = prompted(new_state(GEOMETRY), 0, (1, 2, 3))
-    sequence = state.sequences[0]
+    equal_tags = structs.replace(GEOMETRY, hash="constant")
 
-    def drawn(temperature: float, seed: int, position: int = 3) -> int:
+    def drawn(temperature: float, seed: int, rows: int = 3) -> int:
+        tokens = (1, 2, 3, 4)[:rows]
+        sequence = prompted(new_state(equal_tags), 0, tokens).sequences[0]
         parameters = Parameters(8, temperature=temperature, seed=seed)
-        given = piece(sequence, (1, 2, 3), parameters=parameters, sample_position=position)
-        return run(FakeKernel(GEOMETRY, vocab_size=1 << 30), Batch(1, (given,)))[0]
+        given = piece(sequence, tokens, parameters=parameters)
+        return run(FakeKernel(equal_tags, vocab_size=1 << 30), Batch(1, (given,)))[0]
 
-    assert drawn(0.0, 1) == drawn(0.0, 2)
+    assert drawn(0.0, 1) == drawn(0.0, 2) == drawn(0.0, 1, 4)
     assert drawn(1.0, 1) == drawn(1.0, 1)
     assert len({drawn(1.0, 1), drawn(1.0, 2), drawn(1.0, 1, 4)}) == 3
 

@@ -17,6 +17,7 @@ from kernel.pages import block_bytes
 from kernel.tiny import tiny_llama
 from statemachine.events import BlockCopied
 from statemachine.geometry import Geometry
+from statemachine.sequence import Sequence
 
 from .paged import Book, random_tokens
 
@@ -114,22 +115,22 @@ def test_failed_builds_leave_pages_as_they_were_and_no_hold_on_them(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = served.book.sequences[0]
-    clean = served.run(Piece(*_again(served, before)))
+    clean = served.run(_again(before))
     failures = []
     for _ in range(5):
         with monkeypatch.context() as patch:
             patch.setattr(llama, "swiglu", _raise)
             with pytest.raises(BuildFailed, match="RuntimeError: no such layer") as caught:
-                served.issue(Piece(*_again(served, before)))
+                served.issue(_again(before))
         failures.append(caught.value)  # the engine may keep it for as long as it likes
-        assert served.run(Piece(*_again(served, before))) == clean
+        assert served.run(_again(before)) == clean
     served.decode(20)
     assert served.peak_over_pages() < LAYER_WORK_BYTES
 
 
-def _again(served: Served, sequence: Any) -> tuple[Any, tuple[int, ...], int, int]:
+def _again(sequence: Sequence) -> Piece:
     """The sequence's last row once more."""
-    return sequence, sequence.tokens[-1:], 0, sequence.offset
+    return Piece(sequence, sequence.tokens[-1:], samples=1)
 
 
 def test_a_failed_build_still_carries_out_its_block_copies(
@@ -137,7 +138,7 @@ def test_a_failed_build_still_carries_out_its_block_copies(
 ) -> None:
     """BlockCopied is part of the state; only the appends of a failed step are undone."""
     sequence = served.book.sequences[0]
-    clean = served.run(Piece(*_again(served, sequence)))
+    clean = served.run(_again(sequence))
     table = sequence.tables[0]
     target = next(block for block in range(BLOCKS) if block not in table)
     copied = BlockCopied(0, 9, 0, 0, table[0], target, 16)
@@ -146,7 +147,7 @@ def test_a_failed_build_still_carries_out_its_block_copies(
         with pytest.raises(BuildFailed):
             served.issue(served.book.append(1, [3]), copies=(copied,))
     moved = _with_table(sequence, (target, *table[1:]))
-    again = served.run(Piece(*_again(served, moved)))
+    again = served.run(_again(moved))
     assert again.shadow.found == 0
     assert (again.tokens, again.logits) == (clean.tokens, clean.logits)
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from msgspec import structs
 
+from kernel import expected as expected_module
 from kernel import shadow as shadow_module
 from kernel.batch import Batch, Piece
 from kernel.metadata import StepMetadata, build
@@ -40,6 +41,7 @@ class Steps:
     ) -> ShadowReport:
         self._step += 1
         batch = Batch(self._step, pieces, copies)
+        self.shadow.copy_blocks(copies)
         return self.shadow.apply(batch, twist(build(batch, self.geometry)))
 
 
@@ -216,7 +218,7 @@ def test_expected_tags_of_full_blocks_do_not_go_stale(
     cached: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same sequence id, taken back and grown with other tokens."""
-    monkeypatch.setattr(shadow_module, "BLOCKS_MAX", cached)
+    monkeypatch.setattr(expected_module, "BLOCKS_MAX", cached)
     steps = Steps(FULL)
     for base in (1, 30, 1):
         steps.book.open(0)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from msgspec import structs
 
-from kernel.batch import Batch
+from kernel.batch import Batch, Piece
 
 from . import loads
 from .fault import DONE, Catalogue, Make, Witness
@@ -252,6 +252,17 @@ def copy_lost(original: Any, witness: Witness) -> Any:
     return copy_blocks
 
 
+class _Restarted(Piece, frozen=True):
+    """A piece that says that its samples take earlier positions than they do."""
+
+    back: int = 0
+
+    @property
+    def sample_positions(self) -> range:
+        right = super().sample_positions
+        return range(right.start - self.back, right.stop - self.back)
+
+
 @FAULTS.add(
     "sampling-restarts",
     "after a preemption the positions that are sampled at start again behind the prompt",
@@ -268,13 +279,13 @@ def sampling_restarts(original: Any, witness: Witness) -> Any:
         made: Batch = original(view, plan)
         pieces = list(made.pieces)
         for number, piece in enumerate(pieces):
-            seq, position = piece.sequence.id, piece.sample_position
+            seq = piece.sequence.id
             request = view.requests[seq]
-            if piece.rows > 1 and request.output_tokens and position is not None:
+            if piece.rows > 1 and request.output_tokens and piece.samples:
                 again[seq] = request.output_tokens
-            if seq in again and position is not None:
+            if seq in again and piece.samples:
                 witness.note(seq, DONE)
-                pieces[number] = structs.replace(piece, sample_position=position - again[seq])
+                pieces[number] = _Restarted(**structs.asdict(piece), back=again[seq])
         return structs.replace(made, pieces=tuple(pieces))
 
     return batch

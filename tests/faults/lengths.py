@@ -248,7 +248,7 @@ def issued_twice(original: Any, witness: Witness) -> Any:
         if not twice:
             return made
         witness.note(-1, DONE)
-        extra = structs.replace(twice[-1], sample_position=None, parameters=None)
+        extra = structs.replace(twice[-1], samples=0, parameters=None)
         return structs.replace(made, pieces=(*made.pieces, extra))
 
     return batch
