@@ -22,7 +22,7 @@ from statemachine.content import extend
 from statemachine.events import NO_BLOCK, Namespace
 from statemachine.geometry import WINDOW, Geometry
 from statemachine.records import Parameters
-from statemachine.sequence import Sequence
+from statemachine.sequence import NO_TOKEN, Sequence, Speculative
 from statemachine.tags import root_key
 
 
@@ -71,6 +71,27 @@ class Book:
             samples=int(sample),
             parameters=Parameters(max_tokens=1, **wanted) if wanted else None,
         )
+
+    def ahead(self, seq: int, step: int, **wanted: Any) -> Piece:
+        """A piece of one row whose token the step before samples."""
+        before = self.sequences[seq]
+        need = self.geometry.blocks_for(before.offset + 1)
+        tables = tuple(
+            table + tuple(self._free[group].pop() for _ in range(need - len(table)))
+            for group, table in enumerate(before.tables)
+        )
+        rows = (*before.speculative, Speculative(NO_TOKEN, step))
+        self.sequences[seq] = structs.replace(before, tables=tables, speculative=rows)
+        parameters = Parameters(max_tokens=1, **wanted) if wanted else None
+        return Piece(self.sequences[seq], (), pending=1, samples=1, parameters=parameters)
+
+    def commit(self, seq: int, token: int) -> None:
+        """What a Committed event does: the oldest speculative row's token is known."""
+        before = self.sequences[seq]
+        rest = before.speculative[1:]
+        bare = structs.replace(before, speculative=())
+        grown = extend(self.geometry, bare, (token,))
+        self.sequences[seq] = structs.replace(grown, speculative=rest)
 
     def trim_pads(self, seq: int) -> None:
         """What a Trimmed event does after a padded prefill."""
