@@ -7,6 +7,7 @@ The load itself is mlx-lm's, quantised folders included. Never runs code that a 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import tokenizers
 from attrs import frozen
 from mlx_lm.models import llama
-from mlx_lm.utils import dequantize_model, load_config
+from mlx_lm.utils import _get_classes, dequantize_model, load_config
 from mlx_lm.utils import load_model as load_weights
 from safetensors import SafetensorError, safe_open
 
@@ -22,7 +23,8 @@ from .errors import ModelError, TokenizerError
 from .tensors import Shape, compare_shapes, parameter_shapes
 from .tokenizer import Tokenizer
 
-MODEL_TYPES = ("llama", "mistral")
+LLAMA_TYPES = ("llama", "mistral")
+"""Built by `build_llama`; their headers are compared with the config before anything is read."""
 REQUIRED_FIELDS = (
     "hidden_size",
     "num_hidden_layers",
@@ -48,7 +50,7 @@ class Folder:
 
 
 def read_folder(path: Path, *, dequantise: bool) -> Folder:
-    """Load a folder whose model_type is llama or mistral.
+    """Load a folder whose model_type mlx-lm knows.
 
     Raises ModelError or TokenizerError: a file or field is missing or damaged, tensors are
     missing, left over or of another shape.
@@ -62,15 +64,39 @@ def read_folder(path: Path, *, dequantise: bool) -> Folder:
             ".gguf file"
         )
     shapes = _headers(path, weight_files)
-    config.setdefault("tie_word_embeddings", "lm_head.weight" not in shapes)
-    _check(path, config, shapes)
+    if config["model_type"] in LLAMA_TYPES:
+        config.setdefault("tie_word_embeddings", "lm_head.weight" not in shapes)
+        _check_shapes(path, config, shapes)
+    else:
+        # Other modules' sanitize computes with the tensors, so mlx-lm compares names as it loads.
+        _checked_model(path, config)
     try:
         model, config = load_weights(path, lazy=True, model_config=config)
     except (ValueError, KeyError, OSError, RuntimeError) as error:
-        raise ModelError(f"{path} cannot be loaded: {error}") from error
+        reason = " ".join(str(error).split())[:300]
+        raise ModelError(f"{path} cannot be loaded: {reason}") from error
     if dequantise and config.get("quantization"):
         model = dequantize_model(model)
     return Folder(model, config, tokenizer, weight_files, tokenizer_files)
+
+
+def build_model(config: Mapping[str, Any]) -> Any:
+    """mlx-lm's module for a config; its parameters are not computed.
+
+    Raises ModelError for an architecture that mlx-lm does not know, and whatever a module raises
+    for fields that make no sense to it.
+    """
+    kind = config.get("model_type")
+    try:
+        if not isinstance(kind, str) or not re.fullmatch(r"[A-Za-z0-9_-]+", kind):
+            raise ValueError(f"{kind!r} is no name")
+        module, arguments = _get_classes(dict(config))
+    except (ValueError, ImportError, AttributeError, SystemExit) as error:
+        # A module of mlx-lm's may end the process where it lacks a package.
+        raise ModelError(
+            f"model_type {kind!r} is no architecture that mlx-lm has: choose another model"
+        ) from error
+    return module(arguments.from_dict(dict(config)))
 
 
 def build_llama(config: Mapping[str, Any]) -> Any:
@@ -88,11 +114,10 @@ def _config(path: Path) -> dict[str, Any]:
         raise ModelError(f"{path / 'config.json'} cannot be read: {error}") from error
     if not isinstance(config, dict):
         raise ModelError(f"{path / 'config.json'} is no JSON object: fetch the file again")
-    kind = config.get("model_type")
-    if kind not in MODEL_TYPES:
+    if config.get("model_file") is not None:
         raise ModelError(
-            f"{path} has model_type {kind!r}, and only {' and '.join(MODEL_TYPES)} are served: "
-            "choose such a model"
+            f"{path / 'config.json'} names code of the folder's own (model_file), which is never "
+            "run: choose a model whose architecture mlx-lm has"
         )
     # Newer configs keep everything about rotation in one place, where mlx-lm does not look.
     rope = dict(config.get("rope_parameters") or {})
@@ -100,7 +125,8 @@ def _config(path: Path) -> dict[str, Any]:
         config.setdefault("rope_theta", theta)
     if rope.get("rope_type", "default") != "default":
         config.setdefault("rope_scaling", rope)
-    missing = [field for field in REQUIRED_FIELDS if config.get(field) is None]
+    required = REQUIRED_FIELDS if config.get("model_type") in LLAMA_TYPES else ()
+    missing = [field for field in required if config.get(field) is None]
     if missing:
         raise ModelError(
             f"{path / 'config.json'} lacks {', '.join(missing)}: fetch the file again from where "
@@ -126,13 +152,20 @@ def _headers(path: Path, files: list[Path]) -> dict[str, Shape]:
     return shapes
 
 
-def _check(path: Path, config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> None:
-    """Compare headers with what the config asks for; nothing of the model is computed."""
+def _checked_model(path: Path, config: Mapping[str, Any]) -> Any:
+    """The config's module, not computed. Raises ModelError where it makes none."""
     try:
-        model = build_llama(config)
+        return build_model(config)
+    except ModelError as error:
+        raise ModelError(f"{path / 'config.json'}: {error}") from error
     except Exception as error:  # whatever a module does with a value that makes no sense
         reason = str(error) or type(error).__name__
         raise ModelError(f"{path / 'config.json'} makes no model: {reason}") from error
+
+
+def _check_shapes(path: Path, config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> None:
+    """Compare headers with what the config asks for; nothing of the model is computed."""
+    model = _checked_model(path, config)
     wanted = parameter_shapes(model)
     found = dict(model.sanitize(shapes))
     for name in [name for name in found if name.endswith(QUANTISED_SUFFIXES)]:

@@ -22,6 +22,10 @@ from .hf import build_llama, read_folder
 from .tensors import compare_shapes, digest_files, digest_json, parameter_shapes, parameters
 from .tokenizer import Tokenizer
 
+CONTEXT_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length")
+UNBOUNDED_CONTEXT = 32_768
+"""Tokens of a sequence where a model names no bound: recurrent ones keep a state of fixed size."""
+
 
 @frozen
 class LoadedModel:
@@ -119,11 +123,20 @@ def _loaded(
         name=name,
         digests=digests,
         layers=len(model.layers),
-        context_tokens=int(config["max_position_embeddings"]),
-        vocab_size=int(config["vocab_size"]),
+        context_tokens=_field(config, CONTEXT_FIELDS, UNBOUNDED_CONTEXT),
+        vocab_size=_field(config, ("vocab_size",), getattr(model.args, "vocab_size", 0)),
         num_parameters=sum(array.size for array in arrays),
         weights_bytes=sum(array.nbytes for array in arrays),
     )
+
+
+def _field(config: Mapping[str, Any], names: tuple[str, ...], otherwise: int) -> int:
+    """The first of these fields that a config, or the text part of it, has."""
+    for part in (config, config.get("text_config") or {}):
+        for name in names:
+            if part.get(name) is not None:
+                return int(part[name])
+    return otherwise
 
 
 def _check_tensors(path: Path, model: Any, weights: Mapping[str, mx.array]) -> None:

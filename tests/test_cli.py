@@ -178,7 +178,7 @@ def _no_layers(model: Path) -> None:
 
 def _other_family(model: Path) -> None:
     config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"model_type": "mamba"}))
+    (model / "config.json").write_text(json.dumps(config | {"model_type": "gpt-0"}))
 
 
 def _no_config(model: Path) -> None:
@@ -198,7 +198,7 @@ def _cut_weights(model: Path) -> None:
     [
         (_no_weights, r"holds no model\*.safetensors: convert the model"),
         (_no_layers, r"config.json lacks num_hidden_layers: fetch the file again"),
-        (_other_family, r"has model_type 'mamba', and only llama and mistral are served: choose"),
+        (_other_family, r"'gpt-0' is no architecture that mlx-lm has: choose another model"),
         (_no_config, r"holds no config.json: give a model's folder"),
         (_no_tokenizer, r"holds no tokenizer.json: fetch it from where"),
         (_cut_weights, r"model.safetensors is damaged \(.*\): fetch it again"),

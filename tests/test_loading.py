@@ -23,9 +23,15 @@ from kernel.errors import ModelError, TemplateError  # noqa: E402
 from kernel.gguf import read_gguf  # noqa: E402
 from kernel.hf import build_llama  # noqa: E402
 from kernel.tensors import parameters  # noqa: E402
-from kernel.weights import load_model  # noqa: E402
+from kernel.weights import UNBOUNDED_CONTEXT, load_model  # noqa: E402
 
 from . import tiny_models as tiny  # noqa: E402
+from .tiny_families import (  # noqa: E402
+    family_config,
+    family_folder,
+    family_model,
+    family_weights,
+)
 
 TOKENS = mx.array([[5, 17, 200, 31, 8, 8, 91, 120, 44, 3, 77, 250, 6, 19, 140, 33, 61, 2, 1, 58]])
 
@@ -178,8 +184,55 @@ def test_a_file_of_a_folder_that_is_no_json_object_is_named(
 
 def test_a_model_of_another_type_is_refused_by_its_name(tmp_path: Path) -> None:
     config = tiny.tiny_config()
+    tiny.write_folder(tmp_path, config | {"model_type": "gpt-0"}, tiny.tiny_weights(config))
+    assert "model_type 'gpt-0' is no architecture that mlx-lm has" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["cache", "../llama", "", None, 5])
+def test_a_model_type_that_names_no_model_is_refused(tmp_path: Path, kind: object) -> None:
+    config = tiny.tiny_config()
+    tiny.write_folder(tmp_path, config | {"model_type": kind}, tiny.tiny_weights(config))
+    assert f"model_type {kind!r} is no architecture that mlx-lm has" in refusal(tmp_path)
+
+
+def test_code_that_a_folder_brings_is_refused(tmp_path: Path) -> None:
+    config = tiny.tiny_config(model_file="model.py")
+    tiny.write_folder(tmp_path, config, tiny.tiny_weights(config))
+    (tmp_path / "model.py").write_text("raise SystemExit(7)")
+    assert "code of the folder's own (model_file), which is never run" in refusal(tmp_path)
+
+
+def test_a_config_of_another_architecture_that_lacks_fields_is_refused(tmp_path: Path) -> None:
+    config = tiny.tiny_config()
     tiny.write_folder(tmp_path, config | {"model_type": "mamba"}, tiny.tiny_weights(config))
-    assert "has model_type 'mamba', and only llama and mistral are served" in refusal(tmp_path)
+    text = refusal(tmp_path)
+    assert "config.json makes no model" in text
+    assert "state_size" in text
+
+
+def test_a_folder_of_another_architecture_with_a_tensor_missing_is_refused(tmp_path: Path) -> None:
+    config = family_config("exaone4")
+    weights = family_weights(config)
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    text = refusal(tiny.write_folder(tmp_path, config, weights))
+    assert "cannot be loaded" in text
+    assert "model.layers.1.mlp.up_proj.weight" in text
+
+
+@pytest.mark.parametrize(("name", "context"), [("exaone4", 512), ("mistral3", 512)])
+def test_a_folder_of_another_architecture_gives_the_logits_of_its_weights(
+    tmp_path: Path, name: str, context: int
+) -> None:
+    loaded = load_model(str(family_folder(tmp_path, name)))
+    np.testing.assert_array_equal(logits(loaded.model), logits(family_model(name)))
+    assert (loaded.context_tokens, loaded.vocab_size, loaded.layers) == (context, 259, 4)
+
+
+def test_a_model_that_names_no_context_has_a_stated_one(tmp_path: Path) -> None:
+    config = family_config("mamba")
+    del config["max_position_embeddings"]
+    loaded = load_model(str(tiny.write_folder(tmp_path, config, family_weights(config))))
+    assert loaded.context_tokens == UNBOUNDED_CONTEXT
 
 
 def test_a_path_that_does_not_exist_is_said_so_with_what_to_give(tmp_path: Path) -> None:
