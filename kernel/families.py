@@ -13,13 +13,13 @@ import mlx.core as mx
 from attrs import frozen
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
-from statemachine.geometry import FULL, WINDOW, Group
+from statemachine.geometry import FULL, OPAQUE, WINDOW, Group
 
 from .errors import ModelError
 from .pages import LayerShape
 
 PACKED = ("llama",)
-"""Architectures known to be right when packed; every other is refused."""
+"""Architectures known to be right when packed; every other keeps mlx-lm's own caches."""
 
 
 @frozen
@@ -42,13 +42,18 @@ class Capabilities:
     share: Capability
 
     def as_flags(self) -> dict[str, bool | int | str]:
-        """For the tape's header: name -> able."""
-        return {
+        """For the tape's header: name -> able, and name_reason -> why not."""
+        flags: dict[str, bool | int | str] = {
             "batch": self.batch.able,
             "pad": self.pad.able,
             "rewind": self.rewind.able,
             "share": self.share.able,
         }
+        for name in tuple(flags):
+            capability: Capability = getattr(self, name)
+            if not capability.able:
+                flags[f"{name}_reason"] = capability.reason
+        return flags
 
 
 @frozen
@@ -59,11 +64,35 @@ class LayerKind:
     sink: int = 0
 
 
+@frozen
+class Family:
+    """Where a model's rows live: in pages, or in caches of its own; and why."""
+
+    paged: bool
+    reason: str
+
+
+def family_of(model: Any) -> Family:
+    """How a model is served: over pages where that is known to be right, else over its caches."""
+    try:
+        check_family(model)
+        layer_kinds(model)
+    except ModelError as error:
+        return Family(False, str(error))
+    return Family(True, f"architecture {_kind(model)!r} is known to be right over pages")
+
+
 def check_family(model: Any) -> None:
-    """Raise ModelError where the architecture is none that is served."""
-    kind = getattr(model, "model_type", type(model).__module__)
-    if kind not in PACKED:
-        raise ModelError(f"architecture {kind!r} is not served; use one of: {', '.join(PACKED)}")
+    """Raise ModelError where the architecture is none that is served over pages."""
+    if _kind(model) not in PACKED:
+        raise ModelError(
+            f"architecture {_kind(model)!r} is not served over pages, only over caches of its own "
+            f"(over pages: {', '.join(PACKED)})"
+        )
+
+
+def _kind(model: Any) -> str:
+    return str(getattr(model, "model_type", type(model).__module__))
 
 
 def layer_kinds(model: Any) -> tuple[LayerKind, ...]:
@@ -102,8 +131,25 @@ def _distinct(kinds: tuple[LayerKind, ...]) -> list[LayerKind]:
     return list(dict.fromkeys(kinds))
 
 
+def owned_groups() -> tuple[Group, ...]:
+    """The groups of a model that keeps its own caches: it holds no blocks."""
+    return (Group(OPAQUE),)
+
+
+OWNED = Capabilities(
+    batch=Capability(False, "the model's own caches hold one sequence at a time"),
+    pad=Capability(False, "pad rows cannot be taken back out of the model's own caches"),
+    rewind=Capability(False, "the model's own caches cannot give back the rows at their tail"),
+    share=Capability(
+        False, "rows in the model's own caches are in no block that others could read"
+    ),
+)
+
+
 def capabilities_of(groups: tuple[Group, ...]) -> Capabilities:
     """What follows from the groups."""
+    if any(group.kind == OPAQUE for group in groups):
+        return OWNED
     windows = [group.window for group in groups if group.kind == WINDOW]
     yes = Capability(True, "every layer's rows are in pages")
     if not windows:

@@ -24,8 +24,10 @@ from kernel.families import (
     body_and_head,
     capabilities_of,
     check_family,
+    family_of,
     groups_for,
     layer_groups,
+    owned_groups,
 )
 from kernel.metadata import build
 from kernel.model_kernel import ModelKernel
@@ -106,18 +108,33 @@ def test_prompt_caches_are_of_the_kinds_that_groups_are_read_from() -> None:
     assert capabilities.as_flags() == {"batch": True, "pad": True, "rewind": True, "share": True}
 
 
-def test_another_architecture_is_refused_in_one_sentence() -> None:
+def test_another_architecture_is_not_served_over_pages_and_the_reason_says_so() -> None:
     model = tiny_llama()
+    assert family_of(model).paged
     model.model_type = "mamba2"
-    with pytest.raises(ModelError, match="architecture 'mamba2' is not served; use one"):
+    with pytest.raises(ModelError, match="architecture 'mamba2' is not served over pages"):
         check_family(model)
+    assert not family_of(model).paged
+    assert "'mamba2' is not served over pages, only over caches of its own" in (
+        family_of(model).reason
+    )
 
 
-def test_caches_of_unknown_kinds_are_refused() -> None:
+def test_caches_of_unknown_kinds_are_not_put_into_pages() -> None:
     model = tiny_llama()
     model.make_cache = lambda: [object()]
     with pytest.raises(ModelError, match="layer 0 keeps a object, which pages cannot hold yet"):
         groups_for(model, 4)
+    assert not family_of(model).paged
+    assert "layer 0 keeps a object" in family_of(model).reason
+
+
+def test_what_a_model_over_its_own_caches_cannot_do_is_said_with_a_reason_each() -> None:
+    capabilities = capabilities_of(owned_groups())
+    flags = capabilities.as_flags()
+    for name in ("batch", "pad", "rewind", "share"):
+        assert flags[name] is False
+        assert "the model's own caches" in str(flags[f"{name}_reason"])
 
 
 @pytest.mark.parametrize("tied", [True, False])

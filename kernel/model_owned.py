@@ -1,0 +1,314 @@
+"""ModelOwnedKernel: a model over the caches that mlx-lm makes for it, one sequence at a time.
+
+Owns these caches, and when they are made anew: with the piece that starts at position 0, which is
+what Opened, Reset, Preempted and PoolReset promise of an opaque group. Never at a release, which
+might hit the sequence that runs by then. Decides no length: where a piece begins and ends is read
+off the cache objects, and reported as read. One thread makes every call, the constructor included.
+
+    open a            a's caches, offset 0      | a | a | a |
+    a ends, b opens   the same, made anew       | b |            nothing of a is left
+
+A forward that raises while its graph is built has moved some caches and not others, and they cannot
+be moved back. So they are dropped; the one sequence that they were for ends with the step.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from attrs import frozen
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
+
+from statemachine.geometry import OPAQUE, Geometry
+from statemachine.records import Observation, ShadowReport
+
+from . import fastmath
+from .batch import Batch, BuildFailed, EvalFailed, Piece, StepResult
+from .errors import ModelError
+from .model_kernel import describe
+from .sampling import plan_samples, sample
+
+NOT_COUNTED = (0, 0)
+"""Reads, updates and calls of attention are mlx-lm's own here, and nobody counts them."""
+
+PROBE_TOKENS = 8
+PROBE_PIECES = (3, 3, 1, 1)
+PROBE_TOLERANCE = 1e-3
+"""Of the largest logit, in float32."""
+
+_USERS: weakref.WeakValueDictionary[int, ModelOwnedKernel] = weakref.WeakValueDictionary()
+"""Who runs a model, by the model's id; a kernel keeps its model, so no id is used again before."""
+
+
+class OwnedCaches:
+    """What mlx-lm keeps of one sequence. seq: whose it is. rows_fed: rows of all calls so far."""
+
+    def __init__(self, model: Any, seq: int) -> None:
+        self.seq = seq
+        self.rows_fed = 0
+        self._caches = make_prompt_cache(model)
+        self._leaves = _leaves(self._caches)
+
+    def feed(self, model: Any, tokens: mx.array) -> Any:
+        """Logits of tokens [1, L], as [1, L, vocab]; the caches have moved on."""
+        logits = model(tokens, cache=self._caches)
+        self.rows_fed += tokens.shape[1]
+        return logits
+
+    def offsets(self) -> dict[int, int]:
+        """Each cache object's own offset, by its number; those that keep none are left out."""
+        found = {n: getattr(cache, "offset", None) for n, cache in enumerate(self._leaves)}
+        return {n: offset for n, offset in found.items() if type(offset) is int}
+
+    def arrays(self) -> list[mx.array]:
+        """All that the caches hold."""
+        states = [getattr(cache, "state", ()) for cache in self._leaves]
+        flat: Any = tree_flatten(states)
+        return [array for _, array in flat if isinstance(array, mx.array)]
+
+
+@frozen(eq=False)
+class Ticket:
+    """A step under way. outputs: what goes to eval; samples first where there are any."""
+
+    observation: Observation
+    sampled: tuple[int, ...]
+    outputs: list[mx.array]
+
+
+class ModelOwnedKernel:
+    """A Kernel over any mlx-lm model and its own caches; `geometry` has one opaque group.
+
+    Raises ModelError where the model is in use by another kernel, cannot be run, or, with `check`,
+    does not give the same logits in pieces as at once.
+    """
+
+    def __init__(self, model: Any, geometry: Geometry, *, check: bool = True) -> None:
+        if [group.kind for group in geometry.groups] != [OPAQUE]:
+            kinds = ", ".join(group.kind for group in geometry.groups)
+            raise ModelError(
+                f"a model over its own caches takes one opaque group, and the geometry has {kinds}:"
+                " use the groups of families.groups_for"
+            )
+        _claim(model, self)
+        self._model = model
+        self._geometry = geometry
+        self._held: OwnedCaches | None = None
+        if mx.default_device() == mx.Device(mx.cpu):
+            fastmath.install()
+            fastmath.turn_weights(model)
+        self._counted, self._vocab = _probe(model, check)
+
+    @property
+    def geometry(self) -> Geometry:
+        return self._geometry
+
+    def issue(self, batch: Batch) -> Ticket:
+        """Build and start a step of one piece. Raises BuildFailed or EvalFailed."""
+        piece = self._only_piece(batch)
+        seq = piece.sequence.id
+        if piece.start == 0:
+            self._open(seq)
+        held = self._held
+        if held is None or held.seq != seq:
+            whose = "nobody" if held is None else f"sequence {held.seq}"
+            raise BuildFailed(
+                f"step {batch.step}: sequence {seq} goes on at position {piece.start}, but the "
+                f"model's caches are those of {whose}: it must start again at 0",
+                seq,
+            )
+        before = self._offsets(held)
+        ticket, failure = None, ""
+        try:
+            ticket = self._build(held, piece, before)
+        except Exception as error:
+            failure = describe(error)
+        if ticket is None:
+            self._held = None
+            raise BuildFailed(f"step {batch.step}: {failure}", seq)
+        return self._start(held, ticket)
+
+    def collect(self, ticket: object) -> StepResult:
+        """Wait for a step's sample. Raises EvalFailed."""
+        assert isinstance(ticket, Ticket)
+        failure = ""
+        columns: list[list[Any]] = [[], [], []]
+        try:
+            mx.eval(ticket.outputs)
+            if ticket.sampled:
+                columns = [np.array(array).tolist() for array in ticket.outputs]
+        except Exception as error:
+            failure = describe(error)
+        if failure:
+            ticket.outputs.clear()
+            raise EvalFailed(failure)
+        tokens, logits, margins = columns
+        return StepResult(
+            observation=ticket.observation,
+            shadow=ShadowReport(),
+            sampled=ticket.sampled,
+            tokens=tuple(tokens),
+            logits=tuple(logits),
+            margins=tuple(margins),
+        )
+
+    def reset_pages(self) -> None:
+        """Drop the caches, unread; the next sequence makes its own."""
+        self._held = None
+
+    def _open(self, seq: int) -> None:
+        """A sequence starts: it finds nothing of whoever was here before."""
+        self._held = OwnedCaches(self._model, seq)
+
+    def _only_piece(self, batch: Batch) -> Piece:
+        """The piece of a step, if these caches can take it. Raises BuildFailed; nothing moved."""
+        if len(batch.pieces) != 1:
+            raise BuildFailed(
+                f"step {batch.step} has {len(batch.pieces)} pieces, and the model's own caches "
+                "hold one sequence at a time: set max_running to 1"
+            )
+        piece = batch.pieces[0]
+        refused = ""
+        if piece.pads:
+            refused = f"{piece.pads} pad rows could not be taken back out of the model's own caches"
+        elif piece.pending:
+            refused = "rows ahead of their tokens could not be taken back: turn lookahead off"
+        elif piece.samples > 1:
+            refused = "drafts could not be taken back: set draft_tokens to 0"
+        elif batch.copies:
+            refused = "there are no blocks to copy in the model's own caches"
+        elif not piece.tokens:
+            refused = "it has no rows to feed"
+        elif not 0 <= min(piece.tokens) <= max(piece.tokens) < self._vocab:
+            refused = f"a token is not in the vocabulary of {self._vocab}"
+        if refused:
+            seq = piece.sequence.id
+            raise BuildFailed(f"step {batch.step}: sequence {seq}: {refused}", seq)
+        return piece
+
+    def _offsets(self, held: OwnedCaches) -> list[int]:
+        """Where the caches stand: each one's offset, or the rows that were fed where none has it.
+
+        Slots that the model never writes were found at the start, and are left out.
+        """
+        if not self._counted:
+            return [held.rows_fed]
+        offsets = held.offsets()
+        return [offsets[number] for number in self._counted]
+
+    def _build(self, held: OwnedCaches, piece: Piece, before: list[int]) -> Ticket:
+        logits = held.feed(self._model, mx.array([piece.tokens]))
+        seen = _observe(piece, before, self._offsets(held))
+        if not piece.samples:
+            return Ticket(seen, (), [])
+        plan = plan_samples([(piece.parameters, piece.sample_positions[0])])
+        drawn = sample(logits[0, -1:].astype(mx.float32), plan)
+        return Ticket(seen, (0,), [drawn.tokens, drawn.logits, drawn.margins])
+
+    def _start(self, held: OwnedCaches, ticket: Ticket) -> Ticket:
+        """Hand the graph to MLX, with all that the caches hold: not all of it leads to a sample."""
+        if not ticket.sampled:
+            # Logits that nobody samples are not computed.
+            ticket.outputs.extend(held.arrays())
+        failure = ""
+        try:
+            mx.async_eval(ticket.outputs, held.arrays())  # type: ignore[no-untyped-call]
+        except Exception as error:
+            failure = describe(error)
+        if failure:
+            ticket.outputs.clear()
+            raise EvalFailed(failure)
+        return ticket
+
+
+def _claim(model: Any, kernel: ModelOwnedKernel) -> None:
+    """Raise ModelError where another kernel runs this model."""
+    if id(model) in _USERS:
+        gc.collect()  # one that nobody holds any more may still wait for the collector
+    if id(model) in _USERS:
+        raise ModelError(
+            "this model keeps the state of its sequence, and another kernel runs it already: load "
+            "it a second time, or stop the other engine first"
+        )
+    _USERS[id(model)] = kernel
+
+
+def _leaves(caches: Any) -> list[Any]:
+    """Cache objects, lists of them opened up."""
+    found: list[Any] = []
+    for cache in caches:
+        inner = getattr(cache, "caches", None)
+        found.extend([cache] if inner is None else _leaves(inner))
+    return found
+
+
+def _observe(piece: Piece, before: list[int], after: list[int]) -> Observation:
+    """What the caches say of a piece. Of several that disagree, one that the batch does not say."""
+    moved = [end - start for start, end in zip(before, after, strict=True)]
+    return Observation(
+        offset_reads=NOT_COUNTED,
+        updates=NOT_COUNTED,
+        rows_updated=(min(moved), max(moved)),
+        attends=NOT_COUNTED,
+        strangers=0,
+        starts=(_odd(before, piece.start),),
+        rows=(_odd(moved, piece.rows),),
+        visible=((_odd(after, piece.start + piece.rows),),),
+        tables=((0,),),
+    )
+
+
+def _odd(seen: list[int], expected: int) -> int:
+    return next((value for value in seen if value != expected), seen[0])
+
+
+def _probe(model: Any, check: bool) -> tuple[tuple[int, ...], int]:
+    """Run a few tokens. Returns the numbers of the caches whose offset counts rows, and the width
+    of the logits. Raises ModelError.
+    """
+    failure = ""
+    try:
+        caches = OwnedCaches(model, -1)
+        first = np.array(_logits(model, caches, [0, 0]).astype(mx.float32))
+        counted = tuple(n for n, offset in caches.offsets().items() if offset)
+        vocab = int(first.shape[-1])
+        tokens = [(7 * place + 3) % min(vocab, 1000) for place in range(PROBE_TOKENS)]
+        worst = _pieces_differ(model, tokens) if check else 0.0
+    except Exception as error:
+        failure = describe(error)
+    if failure:
+        raise ModelError(f"this model cannot be run over its own caches: {failure}")
+    if not worst <= PROBE_TOLERANCE:
+        raise ModelError(
+            f"this model gives other logits in pieces than at once, by {worst:.2g} of the largest "
+            f"(at most {PROBE_TOLERANCE:.2g} is rounding): it cannot be served; please report it"
+        )
+    return counted, vocab
+
+
+def _pieces_differ(model: Any, tokens: list[int]) -> float:
+    """How far logits in pieces are from those at once, relative to the largest.
+
+    Only float32 says anything: in narrower types, rounding alone may choose another expert.
+    """
+    whole = _logits(model, OwnedCaches(model, -1), tokens)
+    if whole.dtype != mx.float32:
+        return 0.0
+    caches, parts, at = OwnedCaches(model, -1), [], 0
+    for rows in PROBE_PIECES:
+        parts.append(_logits(model, caches, tokens[at : at + rows]))
+        at += rows
+    wanted, got = np.array(whole), np.concatenate([np.array(part) for part in parts])
+    return float(np.abs(got - wanted).max() / max(1.0, float(np.abs(wanted).max())))
+
+
+def _logits(model: Any, caches: OwnedCaches, tokens: list[int]) -> mx.array:
+    """[len(tokens), vocab], computed."""
+    logits: mx.array = caches.feed(model, mx.array([tokens]))[0]
+    mx.eval(logits, caches.arrays())
+    return logits
