@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from attrs import frozen
 
+from statemachine.geometry import OPAQUE
 from statemachine.records import Header
 
 from .errors import Unusable
@@ -79,8 +80,11 @@ def kernel_for(header: Header, loaded: Loaded) -> Kernel:
     """The kernel that the tape was recorded with. Raises Unusable."""
     from kernel.errors import KernelError
     from kernel.model_kernel import ModelKernel
+    from kernel.model_owned import ModelOwnedKernel
 
     try:
+        if any(group.kind == OPAQUE for group in header.geometry.groups):
+            return ModelOwnedKernel(loaded.model.model, header.geometry)
         return ModelKernel(loaded.model.model, header.geometry, sanitize=header.sanitize)
     except KernelError as error:
         raise Unusable(f"the tape's model cannot be run: {error}") from error
