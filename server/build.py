@@ -29,8 +29,12 @@ from .policy import Policy
 from .settings import Settings, SettingsError
 
 if TYPE_CHECKING:
+    from kernel.batch import Kernel
     from kernel.pages import LayerShape
     from kernel.weights import LoadedModel
+
+OFF = "off"
+"""The sanitizer's mode where there are no pages to look at."""
 
 DEFAULT_POOL_TOKENS = 16_384
 """Rows of a pool whose size nobody gave, as far as a quarter of the memory holds them."""
@@ -69,26 +73,19 @@ def _make(
     blas = load_blas()  # before the first import of mlx
     import mlx.core as mx
 
-    from kernel.families import capabilities_of, groups_for, layer_shapes
-    from kernel.model_kernel import ModelKernel
+    from kernel.families import capabilities_of
     from kernel.weights import load_model
 
     loaded = load_model(settings.model, progress=progress)
-    blocks = pool_blocks(settings, layer_shapes(loaded.model))
-    geometry = Geometry(
-        block_size=settings.block_size,
-        groups=groups_for(loaded.model, blocks),
-        identity=loaded.digests["weights"],
-    )
-    flags = capabilities_of(geometry.groups).as_flags()
+    tell = progress or (lambda _: None)
+    pool, make = _kernel_of(settings, loaded, tell)
+    flags = capabilities_of(pool.groups).as_flags()
     policy = suited(settings.policy(loaded.context_tokens), flags)
     try:
-        check_pool(geometry, policy)
+        check_pool(pool, policy)
     except ValueError as error:
         raise SettingsError(str(error)) from None
-    if progress is not None:
-        progress(f"making a pool of {blocks} blocks of {settings.block_size} tokens")
-    kernel = ModelKernel(loaded.model, geometry, sanitize=settings.sanitize)
+    kernel = make()
     tokenizer = loaded.tokenizer
     name = mx.device_info().get("device_name", platform.machine())
     device = f"{mx.default_device().type.name}: {name}"
@@ -103,21 +100,54 @@ def _make(
     return parts, tokenizer
 
 
+def _kernel_of(
+    settings: Settings, loaded: LoadedModel, tell: Progress
+) -> tuple[Geometry, Callable[[], Kernel]]:
+    """What serves a model: its geometry, and what makes its kernel once the settings suit it."""
+    from kernel.families import family_of, groups_for, layer_shapes, owned_groups
+    from kernel.model_kernel import ModelKernel
+    from kernel.model_owned import ModelOwnedKernel
+
+    family = family_of(loaded.model)
+    size, identity = settings.block_size, loaded.digests["weights"]
+    if family.paged:
+        blocks = pool_blocks(settings, layer_shapes(loaded.model))
+        pool = Geometry(size, groups_for(loaded.model, blocks), identity)
+
+        def over_pages() -> Kernel:
+            tell(f"making a pool of {blocks} blocks of {size} tokens")
+            return ModelKernel(loaded.model, pool, sanitize=settings.sanitize)
+
+        return pool, over_pages
+    if settings.num_blocks is not None or settings.kv_memory is not None:
+        raise SettingsError(
+            f"{family.reason}: there is no pool, so leave num_blocks and kv_memory out"
+        )
+    pool = Geometry(size, owned_groups(), identity)
+
+    def over_its_own_caches() -> Kernel:
+        tell(f"{family.reason}: requests run one after the other, and share no prefixes")
+        return ModelOwnedKernel(loaded.model, pool)
+
+    return pool, over_its_own_caches
+
+
 def suited(policy: Policy, flags: Flags) -> Policy:
     """The policy as far as a model's capabilities allow it.
 
     What would only be slower is turned down; padding, which somebody asked for, raises
-    SettingsError.
+    SettingsError. Nothing else decides: not the device, and not the architecture's name.
     """
     if not flags["pad"] and (policy.prefill_tile > 1 or policy.prefill_cohort):
-        raise SettingsError(
-            "this model cannot take pad rows back: leave prefill_tile at 1 and prefill_cohort off"
-        )
+        reason = flags.get("pad_reason", "this model cannot take pad rows back")
+        raise SettingsError(f"{reason}: leave prefill_tile at 1 and prefill_cohort off")
     changes: dict[str, Any] = {}
     if not flags["share"]:
         changes["prefix_cache"] = False
     if not flags["batch"]:
         changes["max_running"] = 1
+    if not flags["rewind"]:
+        changes |= {"lookahead": False, "draft_tokens": 0}
     return structs.replace(policy, **changes)
 
 
@@ -179,7 +209,7 @@ def _header(
         capabilities=flags,
         device=device,
         blas=blas,
-        sanitize=settings.sanitize,
+        sanitize=settings.sanitize if any(it.paged for it in geometry.groups) else OFF,
         context_tokens=policy.context_tokens,
         layers=loaded.layers,
     )
