@@ -5,8 +5,8 @@ from __future__ import annotations
 from msgspec import structs
 
 from . import events as ev
-from .column import append_column, recent_marks
-from .content import extend
+from .column import append_column, look_ahead_column, recent_marks
+from .content import grown
 from .draft import Draft
 from .errors import InvariantBroken
 from .events import NO_BLOCK
@@ -79,13 +79,8 @@ def appended(draft: Draft, event: ev.Appended) -> None:
         )
     _require_writable(draft, old)
     tables = _grown_tables(draft, old, event)
-    new = structs.replace(
-        _with_rows(draft, old, event.step, event.rows, tokens, event.purpose),
-        tables=tables,
-        preempted=False,
-    )
     draft.issued_step = event.step
-    draft.put(old, new)
+    draft.put(old, _with_rows(draft, old, event.step, event.rows, tokens, event.purpose, tables))
 
 
 def _grown_tables(draft: Draft, old: Sequence, event: ev.Appended) -> tuple[tuple[int, ...], ...]:
@@ -116,21 +111,32 @@ def _with_rows(
     rows: int,
     tokens: tuple[int, ...] | None,
     purpose: str,
+    tables: tuple[tuple[int, ...], ...],
 ) -> Sequence:
-    """The sequence with rows of a purpose at its end."""
+    """The sequence with rows of a purpose at its end, and the tables that hold them."""
     marks = (*recent_marks(old.marks, draft.written_step, step), step, old.offset + rows)
     if purpose in ev.COMMITTED_AT_ONCE:
         assert tokens is not None
-        return structs.replace(extend(draft.geometry, old, tokens), marks=marks)
+        keys, packed, tail = grown(draft.geometry, old, pack(tokens))
+        return structs.replace(
+            old,
+            committed=old.committed + rows,
+            keys=keys,
+            packed=packed,
+            tail=tail,
+            tables=tables,
+            marks=marks,
+            preempted=False,
+        )
     if purpose == ev.PAD:
-        return structs.replace(old, pads=old.pads + rows, marks=marks)
+        return structs.replace(old, pads=old.pads + rows, tables=tables, marks=marks)
     if rows > SPECULATIVE_ROWS_MAX:
         raise InvariantBroken(f"at most {SPECULATIVE_ROWS_MAX} rows are speculative")
     given = tokens if tokens is not None else (NO_TOKEN,) * rows
     if tokens is not None:
         pack(tokens)
     added = tuple(Speculative(token, step) for token in given)
-    return structs.replace(old, speculative=old.speculative + added, marks=marks)
+    return structs.replace(old, speculative=old.speculative + added, tables=tables, marks=marks)
 
 
 def appended_each(draft: Draft, event: ev.AppendedEach) -> None:
@@ -144,20 +150,26 @@ def appended_each(draft: Draft, event: ev.AppendedEach) -> None:
         raise InvariantBroken(
             f"{event.purpose} rows {'need' if tokens is None else 'have no'} tokens"
         )
-    size, step = draft.geometry.block_size, event.step
-    _check_step(draft, step, event.purpose)
-    draft.issued_step = step
+    _check_step(draft, event.step, event.purpose)
+    draft.issued_step = event.step
     if event.purpose in ev.COMMITTED_AT_ONCE:
         append_column(draft, event)
-        return
-    for place, seq in enumerate(event.seqs):
-        old = draft.sequence(seq)
-        if old.offset % size == 0:
-            raise InvariantBroken(f"sequence {seq} is at a block's edge: append it alone")
-        _check_append(draft, old, step, event.purpose)
-        _require_writable(draft, old)
-        row = None if tokens is None else (tokens[place],)
-        draft.put(old, _with_rows(draft, old, step, 1, row, event.purpose))
+    elif event.purpose == ev.LOOKAHEAD:
+        look_ahead_column(draft, event, _append_in_its_block)
+    else:
+        for seq in event.seqs:
+            _append_in_its_block(draft, seq, event)
+
+
+def _append_in_its_block(draft: Draft, seq: int, event: ev.AppendedEach) -> None:
+    """One sequence's row of a column."""
+    old, tokens = draft.sequence(seq), event.tokens
+    if old.offset % draft.geometry.block_size == 0:
+        raise InvariantBroken(f"sequence {seq} is at a block's edge: append it alone")
+    _check_append(draft, old, event.step, event.purpose)
+    _require_writable(draft, old)
+    row = None if tokens is None else (tokens[event.seqs.index(seq)],)
+    draft.put(old, _with_rows(draft, old, event.step, 1, row, event.purpose, old.tables))
 
 
 def block_copied(draft: Draft, event: ev.BlockCopied) -> None:

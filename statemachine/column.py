@@ -6,60 +6,99 @@ rows is looked up once, and a row's new record and its digest line are made in o
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
+from typing import NoReturn
 
+from immutables import Map, MapMutation
 from xxhash import xxh3_64_intdigest as xxh3
 
-from .content import extend
-from .digest import SEQUENCE, packer
+from .content import grown
+from .digest import SEQUENCE, packer, row_bytes
 from .draft import Draft
 from .errors import InvariantBroken
 from .events import AppendedEach, Committed, CommittedEach
-from .sequence import NO_TOKEN, Sequence, pack
+from .sequence import NO_TOKEN, Sequence, Speculative, pack
 from .state import Block
 
-_TOKEN_BYTES = 8
-Reader = tuple[int, Callable[[int], Block | None]]
+_split = struct.Struct("8s").iter_unpack
+
+Blocks = list[tuple[int, Map[int, Block] | MapMutation[int, Block]]]
+"""Numbers of paged groups, and the records of their blocks."""
 
 
 def append_column(draft: Draft, event: AppendedEach) -> None:
     """Commit one token to each sequence. Step, purpose and columns were checked by the caller."""
     assert event.tokens is not None
-    step, geometry, delta, at = event.step, draft.geometry, 0, 0
-    size, full_bytes = geometry.block_size, geometry.block_size * _TOKEN_BYTES
-    written, sequences, packed = draft.written_step, draft.sequences, pack(event.tokens)
-    readers: list[Reader] = [(group, draft.blocks(group).get) for group in draft.paged_groups]
-    for seq in event.seqs:
-        old = sequences.get(seq)
-        if old is None:
-            raise InvariantBroken(f"sequence {seq} is not open")
-        committed = old.committed
-        index = committed // size
-        if old.speculative or old.pads or committed == index * size:
+    step, geometry, sequences, delta = event.step, draft.geometry, draft.sequences, 0
+    size, written, blocks = geometry.block_size, draft.written_step, _blocks(draft)
+    for seq, (token,) in zip(event.seqs, _split(pack(event.tokens)), strict=True):
+        try:
+            old = sequences[seq]
+        except KeyError:
+            raise _not_open(seq) from None
+        committed, keys, packed, tail = old.committed, old.keys, old.packed, old.tail
+        if old.speculative or old.pads or not tail:
             _refuse(old)
-        for group, read in readers:
-            record = read(old.tables[group][index])
-            if record is None or record.refs != 1 or record.entry:
-                _refuse_block(old, group, index)
+        for group, records in blocks:
+            record = records[old.tables[group][-1]]
+            if record.refs != 1 or record.entry:
+                _refuse_block(old, group)
         committed += 1
-        tail = old.tail + packed[at : at + _TOKEN_BYTES]
-        at += _TOKEN_BYTES
-        keys, blocks = old.keys, old.packed
-        if len(tail) == full_bytes:
-            grown = extend(geometry, old, (event.tokens[at // _TOKEN_BYTES - 1],))
-            keys, blocks, tail = grown.keys, grown.packed, b""
+        tail += token
+        if committed % size == 0:
+            keys, packed, tail = grown(geometry, old, token)
         marks = old.marks
-        if len(marks) == 4 and marks[2] <= written:
-            marks = (marks[2], marks[3], step, committed)
-        else:
-            marks = (*recent_marks(marks, written, step), step, committed)
+        while len(marks) > 2 and marks[2] <= written:
+            marks = marks[2:]
+        if marks[-2] == step:
+            marks = marks[:-2]
+        marks = (*marks, step, committed)
         root, starts, adopted = old.root, old.starts, old.adopted
         key = keys[-1] if keys else root
         values = (SEQUENCE, seq, root, committed, 0, 0, adopted * 2, key, *starts, *marks)
         line = xxh3(packer(len(values))(*values) + tail)
         delta += line - old.line
         sequences[seq] = Sequence(
-            seq, old.namespace, root, committed, (), 0, keys, blocks, tail,
+            seq, old.namespace, root, committed, (), 0, keys, packed, tail,
+            old.tables, starts, marks, adopted, False, line,
+        )  # fmt: skip
+    draft.delta += delta
+
+
+def look_ahead_column(
+    draft: Draft, event: AppendedEach, alone: Callable[[Draft, int, AppendedEach], None]
+) -> None:
+    """Issue one row without a token to each sequence. Step and columns were checked by the caller.
+
+    alone: appends to one sequence, or refuses to, where its row is not the first speculative one.
+    """
+    step, sequences, delta = event.step, draft.sequences, 0
+    written, blocks = draft.written_step, _blocks(draft)
+    rows = (Speculative(NO_TOKEN, step),)
+    rows_bytes = b"".join(map(row_bytes, rows))
+    for seq in event.seqs:
+        old = sequences.get(seq)
+        if old is None or old.speculative or old.pads or not old.tail:
+            alone(draft, seq, event)
+            continue
+        committed, tail, keys, marks = old.committed, old.tail, old.keys, old.marks
+        for group, records in blocks:
+            record = records[old.tables[group][-1]]
+            if record.refs != 1 or record.entry:
+                _refuse_block(old, group)
+        while len(marks) > 2 and marks[2] <= written:
+            marks = marks[2:]
+        if marks[-2] == step:
+            marks = marks[:-2]
+        marks = (*marks, step, committed + 1)
+        root, starts, adopted = old.root, old.starts, old.adopted
+        key = keys[-1] if keys else root
+        values = (SEQUENCE, seq, root, committed, 1, 0, adopted * 2, key, *starts, *marks)
+        line = xxh3(packer(len(values))(*values) + tail + rows_bytes)
+        delta += line - old.line
+        sequences[seq] = Sequence(
+            seq, old.namespace, root, committed, rows, 0, keys, old.packed, tail,
             old.tables, starts, marks, adopted, False, line,
         )  # fmt: skip
     draft.delta += delta
@@ -72,27 +111,24 @@ def commit_column(
 
     alone: commits one sequence's, or refuses to, where that is not its only speculative row.
     """
-    geometry, sequences, delta, at = draft.geometry, draft.sequences, 0, 0
-    full_bytes, packed = geometry.block_size * _TOKEN_BYTES, pack(event.tokens)
-    for seq, token in zip(event.seqs, event.tokens, strict=True):
+    geometry, sequences, delta = draft.geometry, draft.sequences, 0
+    size, rows = geometry.block_size, _split(pack(event.tokens))
+    for seq, token, (token_bytes,) in zip(event.seqs, event.tokens, rows, strict=True):
         old = sequences.get(seq)
-        at += _TOKEN_BYTES
         if old is None or not _ends_in(old, token):
             alone(draft, Committed(seq, (token,)))
             continue
-        tail = old.tail + packed[at - _TOKEN_BYTES : at]
-        keys, blocks = old.keys, old.packed
-        if len(tail) == full_bytes:
-            grown = extend(geometry, old, (token,))
-            keys, blocks, tail = grown.keys, grown.packed, b""
-        committed, root, starts, marks = old.committed + 1, old.root, old.starts, old.marks
-        adopted = old.adopted
+        committed, keys, packed, marks = old.committed + 1, old.keys, old.packed, old.marks
+        tail = old.tail + token_bytes
+        if committed % size == 0:
+            keys, packed, tail = grown(geometry, old, token_bytes)
+        root, starts, adopted = old.root, old.starts, old.adopted
         key = keys[-1] if keys else root
         values = (SEQUENCE, seq, root, committed, 0, 0, adopted * 2, key, *starts, *marks)
         line = xxh3(packer(len(values))(*values) + tail)
         delta += line - old.line
         sequences[seq] = Sequence(
-            seq, old.namespace, root, committed, (), 0, keys, blocks, tail,
+            seq, old.namespace, root, committed, (), 0, keys, packed, tail,
             old.tables, starts, marks, adopted, False, line,
         )  # fmt: skip
     draft.delta += delta
@@ -113,7 +149,15 @@ def recent_marks(marks: tuple[int, ...], written: int, step: int) -> tuple[int, 
     return marks
 
 
-def _refuse(old: Sequence) -> None:
+def _blocks(draft: Draft) -> Blocks:
+    return [(group, draft.blocks(group)) for group in draft.paged_groups]
+
+
+def _not_open(seq: int) -> InvariantBroken:
+    return InvariantBroken(f"sequence {seq} is not open")
+
+
+def _refuse(old: Sequence) -> NoReturn:
     if old.speculative or old.pads:
         raise InvariantBroken(
             f"sequence {old.id} ends in {len(old.speculative)} speculative rows and {old.pads} "
@@ -122,8 +166,8 @@ def _refuse(old: Sequence) -> None:
     raise InvariantBroken(f"sequence {old.id} is at a block's edge: append it alone")
 
 
-def _refuse_block(old: Sequence, group: int, index: int) -> None:
+def _refuse_block(old: Sequence, group: int) -> NoReturn:
     raise InvariantBroken(
-        f"block {old.tables[group][index]} of group {group} is shared or published: "
+        f"block {old.tables[group][-1]} of group {group} is shared or published: "
         f"sequence {old.id} must copy it before it writes"
     )

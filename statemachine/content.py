@@ -11,22 +11,30 @@ from .tags import row_tag
 _TOKEN_BYTES = 8
 
 
+Content = tuple[tuple[int, ...], tuple[bytes, ...], bytes]
+"""Keys of full blocks, their packed tokens, and the packed tokens after them."""
+
+
+def grown(geometry: Geometry, sequence: Sequence, more: bytes) -> Content:
+    """The sequence's content with more packed tokens; each block that they fill gets its key."""
+    block_bytes = geometry.block_size * _TOKEN_BYTES
+    keys, packed, tail = sequence.keys, sequence.packed, sequence.tail + more
+    if len(tail) < block_bytes:
+        return keys, packed, tail
+    whole = len(tail) - len(tail) % block_bytes
+    blocks = [tail[at : at + block_bytes] for at in range(0, whole, block_bytes)]
+    found, key = [], sequence.parent_key
+    for block in blocks:
+        key = row_tag(geometry, key, block)
+        found.append(key)
+    return (*keys, *found), (*packed, *blocks), tail[whole:]
+
+
 def extend(geometry: Geometry, sequence: Sequence, tokens: tuple[int, ...]) -> Sequence:
     """The sequence with more committed tokens; each block that they fill gets its key."""
-    block_bytes = geometry.block_size * _TOKEN_BYTES
-    tail = sequence.tail + pack(tokens)
+    keys, packed, tail = grown(geometry, sequence, pack(tokens))
     committed = sequence.committed + len(tokens)
-    if len(tail) < block_bytes:
-        return structs.replace(sequence, committed=committed, tail=tail)
-    packed, keys, key = list(sequence.packed), list(sequence.keys), sequence.parent_key
-    while len(tail) >= block_bytes:
-        block, tail = tail[:block_bytes], tail[block_bytes:]
-        key = row_tag(geometry, key, block)
-        packed.append(block)
-        keys.append(key)
-    return structs.replace(
-        sequence, committed=committed, tail=tail, packed=tuple(packed), keys=tuple(keys)
-    )
+    return structs.replace(sequence, committed=committed, tail=tail, packed=packed, keys=keys)
 
 
 def retract(geometry: Geometry, sequence: Sequence, committed: int) -> Sequence:

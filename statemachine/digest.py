@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from xxhash import xxh3_64_intdigest
 
 from .events import NO_BLOCK
-from .sequence import Sequence
+from .sequence import Sequence, Speculative
 
 if TYPE_CHECKING:
     from .state import Block, Entry, State
@@ -35,6 +35,7 @@ class _Packers(dict[int, Callable[..., bytes]]):
 _packers = _Packers()
 packer = _packers.__getitem__
 """By a count of values: packs as many unsigned 64-bit integers."""
+_pack_5, _pack_6 = packer(5), packer(6)
 
 
 def line(*values: int) -> int:
@@ -58,19 +59,24 @@ def sequence_line(sequence: Sequence) -> int:
         *sequence.marks,
     )
     data = _packers[len(values)](*values) + sequence.tail
-    for row in speculative:
-        data += row.token.to_bytes(9, "little", signed=True) + row.step.to_bytes(8, "little")
+    if speculative:
+        data += b"".join(map(row_bytes, speculative))
     return xxh3_64_intdigest(data)
+
+
+def row_bytes(row: Speculative) -> bytes:
+    """A speculative row's share of its sequence's line."""
+    return row.token.to_bytes(9, "little", signed=True) + row.step.to_bytes(8, "little")
 
 
 def table_line(seq: int, group: int, index: int, block: int) -> int:
     """One block's place in one table."""
-    return line(TABLE, seq, group, index, block)
+    return xxh3_64_intdigest(_pack_5(TABLE, seq, group, index, block))
 
 
 def block_line(group: int, number: int, block: Block) -> int:
     """One held or published block."""
-    return line(BLOCK, group, number, block.refs, block.pins, block.entry)
+    return xxh3_64_intdigest(_pack_6(BLOCK, group, number, block.refs, block.pins, block.entry))
 
 
 def entry_line(entry: Entry) -> int:
@@ -78,7 +84,7 @@ def entry_line(entry: Entry) -> int:
     space = entry.namespace
     names = f"{len(space.adapter)}:{space.adapter}{space.version}:{space.salt}".encode()
     blocks = b"".join(struct.pack(f"<q{len(ids)}q", len(ids), *ids) for ids in entry.blocks)
-    head = _packers[5](ENTRY, entry.id, entry.parent, entry.key, entry.children)
+    head = _pack_5(ENTRY, entry.id, entry.parent, entry.key, entry.children)
     return xxh3_64_intdigest(head + entry.tokens + blocks + names)
 
 
@@ -91,9 +97,9 @@ def scalars_line(state: State) -> int:
     """The counters of a state and of its queues, as one line."""
     values = [SCALARS, state.issued_step, state.written_step, state.last_seq + 1, state.next_entry]
     for group in state.groups:
-        values += (group.unused, group.free.head, group.free.tail)
-        values += (group.cached.head, group.cached.tail)
-    return xxh3_64_intdigest(struct.pack(f"<{len(values)}Q", *values))
+        free, cached = group.free, group.cached
+        values += (group.unused, free.head, free.tail, cached.head, cached.tail)
+    return line(*values)
 
 
 def recompute(state: State) -> int:

@@ -23,6 +23,7 @@ from .digest import (
 )
 from .errors import InvariantBroken
 from .events import NO_BLOCK
+from .geometry import PAGED
 from .sequence import Sequence
 from .state import Block, Entry, GroupState, Queue, State
 
@@ -117,7 +118,8 @@ class GroupDraft:
             self.unused = number + 1
         else:
             self.delta -= line(FREE, self.number, self.free.remove(number), number)
-        self.set_block(number, Block(refs=1))
+        self.blocks[number] = taken = Block(refs=1)
+        self.delta += block_line(self.number, number, taken)
 
     def hold(self, number: int, refs: int = 0, pins: int = 0) -> None:
         """Add table entries or pins to a block in use; a cached one leaves its queue."""
@@ -171,7 +173,7 @@ class Draft:
     def _start(self, state: State) -> None:
         self.base = state
         self.geometry = state.geometry
-        self.paged_groups = state.paged_groups()
+        self.paged_groups = [at for at, it in enumerate(self.geometry.groups) if it.kind in PAGED]
         self.sequences: MapMutation[int, Sequence] = state.sequences.mutate()
         self.entries: MapMutation[int, Entry] | None = None
         self.by_key: MapMutation[int, tuple[int, ...]] | None = None
@@ -293,23 +295,22 @@ class Draft:
     def finish(self) -> State:
         """The new state."""
         base = self.base
-        groups = tuple(
-            old if draft is None else draft.finish()
-            for old, draft in zip(base.groups, self._groups, strict=True)
-        )
+        groups, delta = list(base.groups), self.delta
+        for number, draft in enumerate(self._groups):
+            if draft is not None:
+                groups[number] = draft.finish()
+                delta += draft.delta
         state = State(
-            geometry=base.geometry,
-            groups=groups,
-            sequences=self.sequences.finish(),
-            entries=base.entries if self.entries is None else self.entries.finish(),
-            by_key=base.by_key if self.by_key is None else self.by_key.finish(),
-            pins=self.pins,
-            issued_step=self.issued_step,
-            written_step=self.written_step,
-            last_seq=self.last_seq,
-            next_entry=self.next_entry,
-            digest=0,
+            base.geometry,
+            tuple(groups),
+            self.sequences.finish(),
+            base.entries if self.entries is None else self.entries.finish(),
+            base.by_key if self.by_key is None else self.by_key.finish(),
+            self.pins,
+            self.issued_step,
+            self.written_step,
+            self.last_seq,
+            self.next_entry,
         )
-        delta = self.delta + sum(group.delta for group in self._groups if group is not None)
-        moved = scalars_line(state) - scalars_line(base)
-        return structs.replace(state, digest=(base.digest + delta + moved) & MASK)
+        delta += scalars_line(state) - scalars_line(base)
+        return structs.replace(state, digest=(base.digest + delta) & MASK)
