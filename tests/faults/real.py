@@ -1,4 +1,6 @@
-"""Real models under loads: a tiny random llama in a folder of its own, and the bundled SmolLM2.
+"""Real models under loads: tiny random ones in folders of their own, and the bundled SmolLM2.
+
+A kernel's name is TINY (a llama), SMOLLM2, or an architecture of tiny_families.
 
 Owns what has to be loaded once, and the header that lets replay load the same model. Imports MLX
 when a model is asked for, behind its BLAS.
@@ -34,12 +36,14 @@ def path_of(kernel: str) -> str:
     """What names a model on the command line."""
     if kernel == SMOLLM2:
         return BUNDLED
-    assert kernel == TINY, kernel
     _blas()
+    from ..tiny_families import family_folder
     from ..tiny_models import tiny_config, tiny_weights, write_folder
 
-    folder = tempfile.mkdtemp(prefix="tiny-llama-")
+    folder = tempfile.mkdtemp(prefix=f"tiny-{kernel}-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    if kernel != TINY:
+        return str(family_folder(Path(folder), kernel))
     config = tiny_config(max_position_embeddings=256)
     return str(write_folder(Path(folder), config, tiny_weights(config)))
 
@@ -61,13 +65,14 @@ def model(kernel: str) -> LoadedModel:
 
 def geometry(load: Load) -> Geometry:
     """The pool of a load, with the model's identity and groups."""
-    from kernel.families import groups_for
+    from kernel.families import family_of, groups_for, owned_groups
 
     held = model(load.kernel)
     blocks = load.geometry.groups[0].num_blocks
+    paged = family_of(held.model).paged
     return structs.replace(
         load.geometry,
-        groups=groups_for(held.model, blocks),
+        groups=groups_for(held.model, blocks) if paged else owned_groups(),
         identity=held.digests["weights"],
     )
 
@@ -89,7 +94,7 @@ def header(load: Load, pool: Geometry) -> Header:
         capabilities=capabilities_of(pool.groups).as_flags(),
         device=device_name(),
         blas=_blas(),
-        sanitize=load.sanitize,
+        sanitize=load.sanitize if pool.groups[0].paged else "off",
         context_tokens=load.policy.context_tokens,
         layers=held.layers,
     )
@@ -100,10 +105,16 @@ def parts(load: Load) -> Callable[[CaptureWriter], Parts]:
 
     def make(capture: CaptureWriter) -> Parts:
         held, pool = model(load.kernel), geometry(load)
+        from kernel.batch import Kernel
         from kernel.model_kernel import ModelKernel
+        from kernel.model_owned import ModelOwnedKernel
 
         # Loads are many, and the model was probed where its kernel is tested.
-        kernel = ModelKernel(held.model, pool, sanitize=load.sanitize, check=False)
+        kernel: Kernel
+        if pool.groups[0].paged:
+            kernel = ModelKernel(held.model, pool, sanitize=load.sanitize, check=False)
+        else:
+            kernel = ModelOwnedKernel(held.model, pool, check=False)
         head = header(load, pool)
         return Parts(kernel, load.policy, capture, head, vocab_size=held.vocab_size)
 
