@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm import utils
 from mlx_lm.models import activations, base, llama, qwen3
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
@@ -53,6 +54,12 @@ def test_models_take_attention_from_base_with_the_signature_that_we_stand_in_for
     assert "scaled_dot_product_attention(" in source
     assert "cache.update_and_fetch(keys, values)" in source
     assert "offset=cache.offset" in source
+
+
+def test_mlx_lm_finds_a_configs_module_where_we_ask_it_to() -> None:
+    assert names(utils._get_classes) == ["config"]
+    assert utils._get_classes({"model_type": "mistral"}) == (llama.Model, llama.ModelArgs)
+    assert {"model_path", "lazy", "model_config"} <= set(names(utils.load_model))
 
 
 def test_the_dispatch_stands_in_every_loaded_module_but_base() -> None:

@@ -31,6 +31,9 @@ LATENT = {
 }  # fmt: skip
 SSM = {"state_size": 8, "conv_kernel": 4, "use_bias": False, "use_conv_bias": True}
 
+SLOW_DECAY = 5.0
+"""Taken from the logarithm of a running state's decay, which else forgets all in a few rows."""
+
 
 def _block(attention: dict[str, Any], ffn: dict[str, Any]) -> dict[str, Any]:
     return {"attention": attention, "ffn": ffn}
@@ -117,6 +120,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "norm_eps": 1e-5, "head_dim": 32, "a_low_rank_dim": 8, "v_low_rank_dim": 8,
         "gate_low_rank_dim": 8, "decay_low_rank_dim": 8,
     },
+    "deepseek_v41": {
+        # The one that nothing but its own caches can serve: they keep compressed rows.
+        "num_hidden_layers": 3, "head_dim": 64, "q_lora_rank": 32, "qk_rope_head_dim": 16,
+        "o_groups": 2, "o_lora_rank": 16, "moe_intermediate_size": 32, "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "sliding_window": WINDOW, "compress_ratios": [1, 4, 4],
+        "kv_source_layer_ids": [1], "index_source_layer_ids": [1], "index_n_heads": 2,
+        "index_head_dim": 32, "index_topk": 4, "hc_mult": 2,
+    },
     "gemma2": {"num_hidden_layers": 2, "head_dim": 16, "query_pre_attn_scalar": 16.0},
     "qwen3": {"head_dim": 16},
     "mistral3": {
@@ -145,6 +156,8 @@ def family_weights(config: dict[str, Any], seed: int = 0) -> dict[str, mx.array]
     for name, array in parameters(build_model(config)):
         matrix = array.ndim > 1
         center, spread = (0.0, 2.0 * array.shape[-1] ** -0.5) if matrix else (1.0, 0.2)
+        if name.endswith(("A_log", "w_lora.lora.2.bias")):
+            center -= SLOW_DECAY
         values = center + spread * generator.normal(0.0, 1.0, array.shape)
         weights[name] = mx.array(values.astype(np.float32))
     return weights
