@@ -9,4 +9,7 @@ How data flows through a step:
       -> sampling.sample -> tokens and fingerprints, the only arrays that are evaluated
     beside it: shadow.Shadow compares tags; metadata.observe reports what was used
     batch.StepResult <- model_kernel.ModelKernel.collect
+
+What pages cannot hold runs one sequence at a time over mlx-lm's own caches, in the same protocol:
+model_owned.ModelOwnedKernel. families.family_of chooses.
 """

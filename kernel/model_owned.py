@@ -21,8 +21,6 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from attrs import frozen
-from mlx.utils import tree_flatten
-from mlx_lm.models.cache import make_prompt_cache
 
 from statemachine.geometry import OPAQUE, Geometry
 from statemachine.records import Observation, ShadowReport
@@ -31,45 +29,15 @@ from . import fastmath
 from .batch import Batch, BuildFailed, EvalFailed, Piece, StepResult
 from .errors import ModelError
 from .model_kernel import describe
+from .owned_caches import OwnedCaches
+from .owned_probe import cut, probe
 from .sampling import plan_samples, sample
 
 NOT_COUNTED = (0, 0)
 """Reads, updates and calls of attention are mlx-lm's own here, and nobody counts them."""
 
-PROBE_TOKENS = 8
-PROBE_PIECES = (3, 3, 1, 1)
-PROBE_TOLERANCE = 1e-3
-"""Of the largest logit, in float32."""
-
 _USERS: weakref.WeakValueDictionary[int, ModelOwnedKernel] = weakref.WeakValueDictionary()
 """Who runs a model, by the model's id; a kernel keeps its model, so no id is used again before."""
-
-
-class OwnedCaches:
-    """What mlx-lm keeps of one sequence. seq: whose it is. rows_fed: rows of all calls so far."""
-
-    def __init__(self, model: Any, seq: int) -> None:
-        self.seq = seq
-        self.rows_fed = 0
-        self._caches = make_prompt_cache(model)
-        self._leaves = _leaves(self._caches)
-
-    def feed(self, model: Any, tokens: mx.array) -> Any:
-        """Logits of tokens [1, L], as [1, L, vocab]; the caches have moved on."""
-        logits = model(tokens, cache=self._caches)
-        self.rows_fed += tokens.shape[1]
-        return logits
-
-    def offsets(self) -> dict[int, int]:
-        """Each cache object's own offset, by its number; those that keep none are left out."""
-        found = {n: getattr(cache, "offset", None) for n, cache in enumerate(self._leaves)}
-        return {n: offset for n, offset in found.items() if type(offset) is int}
-
-    def arrays(self) -> list[mx.array]:
-        """All that the caches hold."""
-        states = [getattr(cache, "state", ()) for cache in self._leaves]
-        flat: Any = tree_flatten(states)
-        return [array for _, array in flat if isinstance(array, mx.array)]
 
 
 @frozen(eq=False)
@@ -93,7 +61,7 @@ class ModelOwnedKernel:
             kinds = ", ".join(group.kind for group in geometry.groups)
             raise ModelError(
                 f"a model over its own caches takes one opaque group, and the geometry has {kinds}:"
-                " use the groups of families.groups_for"
+                " use those of families.owned_groups"
             )
         _claim(model, self)
         self._model = model
@@ -102,7 +70,8 @@ class ModelOwnedKernel:
         if mx.default_device() == mx.Device(mx.cpu):
             fastmath.install()
             fastmath.turn_weights(model)
-        self._counted, self._vocab = _probe(model, check)
+        self._counted, self._vocab = probe(model, check)
+        self._body, self._head = cut(model)
 
     @property
     def geometry(self) -> Geometry:
@@ -202,12 +171,12 @@ class ModelOwnedKernel:
         return [offsets[number] for number in self._counted]
 
     def _build(self, held: OwnedCaches, piece: Piece, before: list[int]) -> Ticket:
-        logits = held.feed(self._model, mx.array([piece.tokens]))
+        rows = held.feed(self._body, mx.array([piece.tokens]))
         seen = _observe(piece, before, self._offsets(held))
         if not piece.samples:
             return Ticket(seen, (), [])
         plan = plan_samples([(piece.parameters, piece.sample_positions[0])])
-        drawn = sample(logits[0, -1:].astype(mx.float32), plan)
+        drawn = sample(self._head(rows[:, -1:])[0].astype(mx.float32), plan)
         return Ticket(seen, (0,), [drawn.tokens, drawn.logits, drawn.margins])
 
     def _start(self, held: OwnedCaches, ticket: Ticket) -> Ticket:
@@ -238,15 +207,6 @@ def _claim(model: Any, kernel: ModelOwnedKernel) -> None:
     _USERS[id(model)] = kernel
 
 
-def _leaves(caches: Any) -> list[Any]:
-    """Cache objects, lists of them opened up."""
-    found: list[Any] = []
-    for cache in caches:
-        inner = getattr(cache, "caches", None)
-        found.extend([cache] if inner is None else _leaves(inner))
-    return found
-
-
 def _observe(piece: Piece, before: list[int], after: list[int]) -> Observation:
     """What the caches say of a piece. Of several that disagree, one that the batch does not say."""
     moved = [end - start for start, end in zip(before, after, strict=True)]
@@ -265,50 +225,3 @@ def _observe(piece: Piece, before: list[int], after: list[int]) -> Observation:
 
 def _odd(seen: list[int], expected: int) -> int:
     return next((value for value in seen if value != expected), seen[0])
-
-
-def _probe(model: Any, check: bool) -> tuple[tuple[int, ...], int]:
-    """Run a few tokens. Returns the numbers of the caches whose offset counts rows, and the width
-    of the logits. Raises ModelError.
-    """
-    failure = ""
-    try:
-        caches = OwnedCaches(model, -1)
-        first = np.array(_logits(model, caches, [0, 0]).astype(mx.float32))
-        counted = tuple(n for n, offset in caches.offsets().items() if offset)
-        vocab = int(first.shape[-1])
-        tokens = [(7 * place + 3) % min(vocab, 1000) for place in range(PROBE_TOKENS)]
-        worst = _pieces_differ(model, tokens) if check else 0.0
-    except Exception as error:
-        failure = describe(error)
-    if failure:
-        raise ModelError(f"this model cannot be run over its own caches: {failure}")
-    if not worst <= PROBE_TOLERANCE:
-        raise ModelError(
-            f"this model gives other logits in pieces than at once, by {worst:.2g} of the largest "
-            f"(at most {PROBE_TOLERANCE:.2g} is rounding): it cannot be served; please report it"
-        )
-    return counted, vocab
-
-
-def _pieces_differ(model: Any, tokens: list[int]) -> float:
-    """How far logits in pieces are from those at once, relative to the largest.
-
-    Only float32 says anything: in narrower types, rounding alone may choose another expert.
-    """
-    whole = _logits(model, OwnedCaches(model, -1), tokens)
-    if whole.dtype != mx.float32:
-        return 0.0
-    caches, parts, at = OwnedCaches(model, -1), [], 0
-    for rows in PROBE_PIECES:
-        parts.append(_logits(model, caches, tokens[at : at + rows]))
-        at += rows
-    wanted, got = np.array(whole), np.concatenate([np.array(part) for part in parts])
-    return float(np.abs(got - wanted).max() / max(1.0, float(np.abs(wanted).max())))
-
-
-def _logits(model: Any, caches: OwnedCaches, tokens: list[int]) -> mx.array:
-    """[len(tokens), vocab], computed."""
-    logits: mx.array = caches.feed(model, mx.array([tokens]))[0]
-    mx.eval(logits, caches.arrays())
-    return logits

@@ -1,0 +1,91 @@
+"""Probe of a model over its own caches, before anything is served.
+
+Owns what a few tokens say of it: which caches count rows, how wide the logits are, whether pieces
+give what all at once gives, and whether logits can be made for one row alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from .errors import ModelError
+from .families import Head, Hidden, body_and_head
+from .model_kernel import describe
+from .owned_caches import OwnedCaches
+
+PROBE_TOKENS = 8
+PROBE_PIECES = (3, 3, 1, 1)
+PROBE_TOLERANCE = 1e-3
+"""Of the largest logit, in float32."""
+
+
+def probe(model: Any, check: bool) -> tuple[tuple[int, ...], int]:
+    """Run a few tokens. Returns the numbers of the caches whose offset counts rows, and the width
+    of the logits. Raises ModelError.
+    """
+    failure = ""
+    try:
+        caches = OwnedCaches(model, -1)
+        first = np.array(_logits(model, caches, [0, 0]).astype(mx.float32))
+        counted = tuple(n for n, offset in caches.offsets().items() if offset)
+        vocab = int(first.shape[-1])
+        tokens = [(7 * place + 3) % min(vocab, 1000) for place in range(PROBE_TOKENS)]
+        worst = _pieces_differ(model, tokens) if check else 0.0
+    except Exception as error:
+        failure = describe(error)
+    if failure:
+        raise ModelError(f"this model cannot be run over its own caches: {failure}")
+    if not worst <= PROBE_TOLERANCE:
+        raise ModelError(
+            f"this model gives other logits in pieces than at once, by {worst:.2g} of the largest "
+            f"(at most {PROBE_TOLERANCE:.2g} is rounding): it cannot be served; please report it"
+        )
+    return counted, vocab
+
+
+def cut(model: Any) -> tuple[Hidden, Head]:
+    """The model's part before the logits and the one that makes them, for the sampled row alone.
+
+    Only where both together say to the last bit what the model says; else it is its own body.
+    """
+    body, head = body_and_head(model)
+    if body is model:
+        return body, head
+    tokens = [5, 3, 8]
+    whole = np.array(_logits(model, OwnedCaches(model, -1), tokens).astype(mx.float32))
+    try:
+        rows = OwnedCaches(model, -1).feed(body, mx.array([tokens]))
+        same = np.array_equal(np.array(head(rows)[0].astype(mx.float32)), whole)
+    except Exception:
+        same = False  # its body is called in another way than mlx-lm's usual one
+    return (body, head) if same else (model, _all_logits)
+
+
+def _all_logits(logits: mx.array) -> mx.array:
+    return logits
+
+
+def _pieces_differ(model: Any, tokens: list[int]) -> float:
+    """How far logits in pieces are from those at once, relative to the largest.
+
+    Only float32 says anything: in narrower types, rounding alone may choose another expert.
+    """
+    whole = _logits(model, OwnedCaches(model, -1), tokens)
+    if whole.dtype != mx.float32:
+        return 0.0
+    caches, parts, at = OwnedCaches(model, -1), [], 0
+    for rows in PROBE_PIECES:
+        parts.append(_logits(model, caches, tokens[at : at + rows]))
+        at += rows
+    wanted, got = np.array(whole), np.concatenate([np.array(part) for part in parts])
+    return float(np.abs(got - wanted).max() / max(1.0, float(np.abs(wanted).max())))
+
+
+def _logits(model: Any, caches: OwnedCaches, tokens: list[int]) -> mx.array:
+    """[len(tokens), vocab], computed."""
+    logits: mx.array = caches.feed(model, mx.array([tokens]))[0]
+    mx.eval(logits, caches.arrays())
+    return logits
