@@ -5,7 +5,14 @@ from __future__ import annotations
 from msgspec import Struct
 
 from statemachine.events import Closed
-from statemachine.records import Checkpoint, Record, RequestArrived, RequestCancelled, StepDone
+from statemachine.records import (
+    Checkpoint,
+    Finished,
+    Record,
+    RequestArrived,
+    RequestCancelled,
+    StepDone,
+)
 
 from .observed import Pieces
 
@@ -21,16 +28,21 @@ class Sampled(Struct, frozen=True):
 
 
 class Answer(Struct):
-    """A request and what was sampled for it; `before`: tokens from before the tape's start."""
+    """A request and what was sampled for it; `before`: tokens from before the tape's start.
+
+    kept: tokens of the answer that a Finished input keeps, if one came.
+    """
 
     arrived: RequestArrived
     before: tuple[int, ...] = ()
     samples: list[Sampled] = []
+    kept: int | None = None
 
     @property
-    def length(self) -> int:
-        """Tokens of prompt and answer: the position that the next sample fills."""
-        return len(self.arrived.tokens) + len(self.before) + len(self.samples)
+    def left(self) -> int:
+        """How many more tokens the answer may have."""
+        most = self.arrived.parameters.max_tokens if self.kept is None else self.kept
+        return most - len(self.before) - len(self.samples)
 
     @property
     def stream(self) -> tuple[int, ...]:
@@ -49,18 +61,32 @@ class Answers:
         """Inputs, and the requests of a checkpoint that nothing came before."""
         if isinstance(record, RequestArrived):
             self.live[record.request] = Answer(record)
+        elif isinstance(record, Finished) and record.request in self.live:
+            self.live[record.request].kept = record.tokens_kept
         elif isinstance(record, Checkpoint) and not self.live:
             self.live = {
                 it.arrived.request: Answer(it.arrived, it.output) for it in record.requests
             }
 
     def done(self, record: StepDone, pieces: Pieces) -> None:
-        """The tokens of a step join their answers."""
+        """The tokens of a step join their answers: drafts as far as they were accepted, the one
+        sampled behind them, and nothing behind an end of the answer. An end token is judged too.
+        """
+        drawn: dict[int, list[Sampled]] = {}
         columns = zip(record.sampled, record.tokens, record.logits, record.margins, strict=True)
         for piece, token, logit, margin in columns:
+            drawn.setdefault(piece, []).append(Sampled(record.step, piece, token, logit, margin))
+        for piece, samples in drawn.items():
             answer = self.live.get(pieces.seqs[piece])
-            if answer is not None:
-                answer.samples.append(Sampled(record.step, piece, token, logit, margin))
+            if answer is None:
+                continue  # it ended while this step was in flight
+            guesses = [row.token for row in pieces.sequences[piece].speculative[1:]]
+            stood = _stood(samples, guesses) if len(samples) > 1 else samples
+            ends = answer.arrived.parameters.end_tokens
+            for it in stood[: max(answer.left, 1)]:
+                answer.samples.append(it)
+                if it.token in ends:
+                    break
 
     def ended(self, record: Record) -> list[Answer]:
         """Requests that this record ends; they are forgotten."""
@@ -68,3 +94,13 @@ class Answers:
         if isinstance(record, RequestCancelled):
             gone.append(record.request)
         return [self.live.pop(seq) for seq in gone if seq in self.live]
+
+
+def _stood(samples: list[Sampled], guesses: list[int]) -> list[Sampled]:
+    """The samples whose row was fed what was sampled before it; `guesses` were fed from the second
+    row on.
+    """
+    for place, (it, guess) in enumerate(zip(samples, guesses, strict=False)):
+        if it.token != guess:
+            return samples[: place + 1]
+    return samples

@@ -1,17 +1,17 @@
 """Forward: run the real model again, with the recorded batches and tokens.
 
-The batch of each step is rebuilt from its events, its tokens from the tape (teacher-forced), so
-that one wrong token does not make the next. On the device and BLAS of the tape all must be equal:
-observations, shadow findings, tokens, and fingerprints to the last bit. Elsewhere tokens go by the
-margin rule: another token is excused where the top two scores here are closer than the margin;
-excused flips are counted.
+The batch of each step is made again from its events, its tokens from the tape (teacher-forced), so
+that one wrong token does not make the next. A step runs when it is answered: steps are answered in
+their order, and tokens that nobody had read when a step was issued are known by then. On the device
+and BLAS of the tape all must be equal: observations, shadow findings, tokens, and fingerprints to
+the last bit. Elsewhere tokens go by the margin rule: another token is excused where the top two
+scores here are closer than the margin; excused flips are counted.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, NoReturn
 
-from statemachine.events import PAD, Appended, AppendedEach, BlockCopied
 from statemachine.records import (
     Checkpoint,
     Gap,
@@ -23,6 +23,7 @@ from statemachine.records import (
 )
 
 from .answers import Answers
+from .batches import Batches, Planned
 from .divergence import CONTENT, CRASH, OBSERVATION, TOKEN, Diverged, Divergence, Values
 from .errors import Unusable
 from .fold import Fold
@@ -30,11 +31,12 @@ from .models import Loaded, kernel_for, load
 from .observed import Pieces, tag_text
 
 if TYPE_CHECKING:
-    from kernel.batch import Batch, Kernel, StepResult
+    from kernel.batch import Kernel, StepResult
 
     from .run import Options
 
 BUILD = "build"
+VOID = "void"
 
 
 class ForwardChecker:
@@ -51,7 +53,7 @@ class ForwardChecker:
         self._margin = 0.0
         self._note = ""
         self._header: Header | None = None
-        self._pieces: dict[int, Pieces] = {}
+        self._batches = Batches()
         self._steps = 0
         self._tokens = 0
         self._excused = 0
@@ -68,7 +70,7 @@ class ForwardChecker:
         elif isinstance(record, Checkpoint) and record.step and self._fold.counts.records == 2:
             self._refuse("does not begin at the first step", record)
         elif isinstance(record, StepPlanned):
-            self._pieces[record.step] = self._fold.pieces[record.step]
+            self._batches.plan(record.step, self._fold.pieces[record.step], self._answers)
         elif isinstance(record, StepDone):
             self._done(record)
         elif isinstance(record, StepFailed):
@@ -113,43 +115,29 @@ class ForwardChecker:
             "--depth reference, which runs each request alone"
         )
 
-    def _batch(self, step: int, pieces: Pieces, sampled: tuple[int, ...]) -> Batch:
-        from kernel.batch import Batch, Piece
-
-        tokens, pads = _fed(pieces)
-        built = []
-        for number, seq in enumerate(pieces.seqs):
-            answer = self._answers.live.get(seq) if number in sampled else None
-            built.append(
-                Piece(
-                    sequence=pieces.sequences[number],
-                    tokens=tokens[number],
-                    pads=pads[number],
-                    samples=sampled.count(number),
-                    parameters=None if answer is None else answer.arrived.parameters,
-                )
-            )
-        copies = tuple(event for event in pieces.events if isinstance(event, BlockCopied))
-        return Batch(step, tuple(built), copies)
-
     def _done(self, record: StepDone) -> None:
-        pieces = self._pieces.pop(record.step)
+        planned = self._batches.take(record.step)
+        pieces = planned.pieces
         if pieces.seqs:
-            result = self._run(record.step, pieces, record.sampled)
+            result = self._run(planned, record.sampled)
             self._steps += 1
             self._compare(record, pieces, result)
+        self._batches.done(record, pieces)
         self._answers.done(record, pieces)
 
-    def _run(self, step: int, pieces: Pieces, sampled: tuple[int, ...]) -> StepResult:
+    def _run(self, planned: Planned, sampled: tuple[int, ...]) -> StepResult:
         from kernel.batch import BuildFailed, EvalFailed
 
         assert self._kernel is not None
         try:
-            return self._kernel.collect(self._kernel.issue(self._batch(step, pieces, sampled)))
+            batch = self._batches.batch(planned, sampled)
+            return self._kernel.collect(self._kernel.issue(batch))
         except (BuildFailed, EvalFailed) as error:
             what = f"the forward raises here, and did not on tape: {error}"
             raise Diverged(
-                Divergence(CRASH, step, what, "StepDone", neighbours=pieces.neighbours())
+                Divergence(
+                    CRASH, planned.step, what, "StepDone", neighbours=planned.pieces.neighbours()
+                )
             ) from error
 
     def _failed(self, record: StepFailed) -> None:
@@ -157,13 +145,16 @@ class ForwardChecker:
         from kernel.batch import BuildFailed, EvalFailed
 
         assert self._kernel is not None
-        pieces = self._pieces.pop(record.step)
+        planned = self._batches.take(record.step)
+        if record.stage == VOID:
+            return  # it was issued behind a step that lost the pages, and went with them
         if record.stage != BUILD:
             self._kernel.reset_pages()
-        elif pieces.seqs:
+        elif planned.pieces.seqs:
             # Its copies stand; whatever else is written here lies behind every offset.
             try:
-                self._kernel.collect(self._kernel.issue(self._batch(record.step, pieces, ())))
+                batch = self._batches.batch(planned, ())
+                self._kernel.collect(self._kernel.issue(batch))
                 self._built_here.append(record.step)
             except BuildFailed:
                 return
@@ -265,23 +256,6 @@ class ForwardChecker:
                 neighbours=pieces.neighbours(),
             )
         )
-
-
-def _fed(pieces: Pieces) -> tuple[list[tuple[int, ...]], list[int]]:
-    """Tokens and pads of each piece, as its appends have them."""
-    places = {seq: number for number, seq in enumerate(pieces.seqs)}
-    tokens: list[tuple[int, ...]] = [()] * len(places)
-    pads = [0] * len(places)
-    for event in pieces.events:
-        if isinstance(event, AppendedEach):
-            for seq, token in zip(event.seqs, event.tokens or (), strict=True):
-                tokens[places[seq]] += (token,)
-        elif isinstance(event, Appended):
-            if event.purpose == PAD:
-                pads[places[event.seq]] += event.rows
-            elif event.tokens is not None:
-                tokens[places[event.seq]] += event.tokens
-    return tokens, pads
 
 
 def _place(pieces: Pieces, seq: int) -> int:

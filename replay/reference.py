@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from statemachine.records import Header, Record, StepDone, StepPlanned
+from statemachine.records import Header, Record, StepDone, StepFailed, StepPlanned
 
 from .answers import Answer, Answers, Sampled
 from .divergence import TOKEN, Diverged, Divergence, Values
@@ -54,6 +54,8 @@ class ReferenceChecker:
             self._pieces[record.step] = self._fold.pieces[record.step]
         elif isinstance(record, StepDone):
             self._answers.done(record, self._pieces.pop(record.step))
+        elif isinstance(record, StepFailed):
+            del self._pieces[record.step]
         for answer in self._answers.ended(record):
             self._judge(answer)
 
