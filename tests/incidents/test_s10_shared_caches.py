@@ -14,6 +14,7 @@ from kernel.fake import FakeClock
 from replay.reader import Tape
 from server.engine import Engine
 from server.submission import Submission, Update
+from statemachine.events import Forked
 from statemachine.records import Parameters, StepDone, StepPlanned
 
 from ..faults import loads, real
@@ -117,6 +118,27 @@ def test_a_model_is_free_for_another_engine_once_its_own_has_stopped(tmp_path: P
         engine.stop()
     assert answers[0] == answers[1]
     assert flips(EXAONE4, load.requests[1].tokens, answers[0]) == 0
+
+
+def test_copies_of_a_request_share_no_rows_over_a_models_own_caches(
+    tmp_path: Path, capsys: Any
+) -> None:
+    load, tape = _at_once(EXAONE4), tmp_path / "tape.log"
+    engine, clients = _engine(load, tape), [_Client(), _Client()]
+    engine.open()
+    prompt = load.requests[2].tokens
+    parent = engine.submit(Submission(prompt, Parameters(5)), clients[0])
+    engine.submit(Submission(prompt, Parameters(5), parent=parent), clients[1])
+    for _ in range(100):
+        engine.step()
+    engine.stop()
+    assert clients[0].over
+    assert clients[1].tokens == clients[0].tokens
+    assert flips(EXAONE4, prompt, tuple(clients[0].tokens)) == 0
+    planned = [item for item in Tape(str(tape)) if isinstance(item, StepPlanned)]
+    assert not [it for item in planned for it in item.events if isinstance(it, Forked)]
+    codes = {depth: asking.replayed(tape, EXAONE4, depth, capsys)[0] for depth in DEPTHS}
+    assert codes == dict.fromkeys(DEPTHS, 0)
 
 
 QUESTIONS = ("abc", "what is the capital", "a longer question about nothing much", "z")
