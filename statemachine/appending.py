@@ -92,15 +92,18 @@ def _grown_tables(draft: Draft, old: Sequence, event: ev.Appended) -> tuple[tupl
     tables = []
     for group, blocks in enumerate(event.blocks):
         table = old.tables[group]
-        missing = wanted - len(table) if geometry.groups[group].paged else 0
+        missing = wanted - len(table) if group in draft.paged_groups else 0
         if len(blocks) != missing:
             raise InvariantBroken(
                 f"sequence {old.id} needs {missing} new blocks in group {group}, not {len(blocks)}"
             )
-        for block in blocks:
-            draft.group(group).take(block)
-        draft.table_gains(old.id, group, len(table), blocks)
-        tables.append(table + blocks if blocks else table)
+        if blocks:
+            held = draft.group(group)
+            for block in blocks:
+                held.take(block)
+            draft.table_gains(old.id, group, len(table), blocks)
+            table += blocks
+        tables.append(table)
     return tuple(tables)
 
 

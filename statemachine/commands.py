@@ -221,18 +221,16 @@ def append_each(
     inside, edge, doubtful = _split_by_edge(state, seqs, purpose)
     events: list[Event] = []
     if inside:
-        columns = None if tokens is None else tuple(tokens[place] for place in inside)
-        events.append(
-            ev.AppendedEach(step, tuple(seqs[place] for place in inside), columns, purpose)
-        )
-    supplies, moved = (
-        [_Supply(state, group) for group in range(len(state.geometry.groups))],
-        Moved(),
-    )
-    for place in edge:
-        row = None if tokens is None else (tokens[place],)
-        sequence = state.sequences[seqs[place]]
-        events += _append(state, supplies, moved, sequence, step, 1, row, purpose)
+        columns = None if tokens is None else tuple([tokens[place] for place in inside])
+        chosen = tuple([seqs[place] for place in inside])
+        events.append(ev.AppendedEach(step, chosen, columns, purpose))
+    moved = Moved()
+    if edge:
+        supplies = [_Supply(state, group) for group in range(len(state.geometry.groups))]
+        for place in edge:
+            row = None if tokens is None else (tokens[place],)
+            sequence = state.sequences[seqs[place]]
+            events += _append(state, supplies, moved, sequence, step, 1, row, purpose)
     if doubtful or moved or _columns_are_doubtful(state, step, tokens, purpose):
         return _checked(state, tuple(events))
     return tuple(events)
@@ -252,33 +250,43 @@ def _columns_are_doubtful(
 
 
 def _are_content_ids(tokens: tuple[int, ...]) -> bool:
-    return all(isinstance(token, int) and 0 <= token < 1 << 64 for token in tokens)
+    return {*map(type, tokens)} == {int} and min(tokens) >= 0 and max(tokens) < 1 << 64
 
 
 def _split_by_edge(
     state: State, seqs: Many[int], purpose: str
 ) -> tuple[list[int], list[int], bool]:
     """Places in `seqs` whose next row stays in its own block, the others, and if one may not be."""
-    size, groups = state.geometry.block_size, state.paged_groups()
-    blocks = [state.groups[group].blocks for group in groups]
+    size, sequences = state.geometry.block_size, state.sequences
+    blocks = [(group, state.groups[group].blocks) for group in state.paged_groups()]
     inside: list[int] = []
     edge: list[int] = []
     doubtful = False
     for place, seq in enumerate(seqs):
-        sequence = _sequence(state, seq)
-        rows = sequence.speculative
-        if rows and (purpose != ev.LOOKAHEAD or rows[0].token != NO_TOKEN):
-            doubtful = True
-        if sequence.pads or sequence.preempted:
-            doubtful = True
-        index, row = divmod(sequence.offset, size)
-        alone = row != 0
+        try:
+            sequence = sequences[seq]
+        except KeyError:
+            raise IllegalCommand(f"sequence {seq} is not open") from None
+        offset = sequence.committed
+        if sequence.speculative or sequence.pads or sequence.preempted:
+            offset = sequence.offset
+            doubtful = doubtful or _may_not_follow(sequence, purpose)
+        alone = offset % size != 0
         if alone:
-            for group, records in zip(groups, blocks, strict=True):
-                record = records[sequence.tables[group][index]]
-                alone = alone and record.refs == 1 and not record.entry
+            for group, records in blocks:
+                record = records[sequence.tables[group][-1]]
+                if record.refs != 1 or record.entry:
+                    alone = False
         (inside if alone else edge).append(place)
     return inside, edge, doubtful
+
+
+def _may_not_follow(sequence: Sequence, purpose: str) -> bool:
+    """Whether a row behind what the sequence ends in needs a closer look."""
+    rows = sequence.speculative
+    if sequence.pads or sequence.preempted:
+        return True
+    return bool(rows) and (purpose != ev.LOOKAHEAD or rows[0].token != NO_TOKEN)
 
 
 def step_written(state: State, step: int) -> Events:
