@@ -1,0 +1,116 @@
+"""What a simulated load is: requests pinned to steps, and the kernel, pool, policy and troubles.
+
+Owns the values and their form as a Python literal, which a test can paste. Plays nothing.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import attrs
+from attrs import field, frozen
+from msgspec import Struct
+
+from kernel.fake import Failure
+from server.policy import Policy
+from statemachine.events import Namespace
+from statemachine.geometry import Geometry, Group
+
+FAKE = "fake"
+VOCAB = 64
+POISON = VOCAB
+"""A prompt token with which a sequence cannot be built, where a load says so; never sampled."""
+
+POLICY = Policy(max_batch_tokens=64, prefill_chunk=16, context_tokens=96)
+POOL = Geometry(block_size=4, groups=(Group(num_blocks=64),))
+
+
+@frozen
+class Request:
+    """A request that arrives before step `at`; `cancel_at`: the client goes away before that.
+
+    sink_raises, sink_cancels: at this update (from 1) its sink raises, or gives the request up from
+    inside. slow_s: seconds that each call of its sink takes. text_raises: at this token (from 1)
+    its detokeniser raises; 0: it cannot be made. Both ask for a stop string.
+    """
+
+    tokens: tuple[int, ...]
+    max_tokens: int = 8
+    at: int = 1
+    cancel_at: int | None = None
+    namespace: Namespace = Namespace()
+    temperature: float = 0.0
+    seed: int = 0
+    end_tokens: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    sink_raises: int | None = None
+    sink_cancels: int | None = None
+    slow_s: float = 0.0
+    text_raises: int | None = None
+
+
+@frozen
+class Load:
+    """Requests, and what they run on. segment_bytes: the tape is a folder of such segments.
+
+    full_disk: by number of the tape's write, how it fails (simulation_disk.py). waiting_max: of the
+    queue. stop_at: the server is stopped before this step. poison: whether POISON cannot be built.
+    """
+
+    name: str
+    requests: tuple[Request, ...]
+    policy: Policy = POLICY
+    geometry: Geometry = POOL
+    kernel: str = FAKE
+    fail: dict[int, Failure] = field(factory=dict)
+    segment_bytes: int = 0
+    sanitize: str = "full"
+    full_disk: dict[int, str] = field(factory=dict)
+    waiting_max: int = 1024
+    stop_at: int | None = None
+    poison: bool = False
+
+
+def tokens(rows: int, seed: int = 0) -> tuple[int, ...]:
+    """Random token ids, the same for equal arguments."""
+    generator = random.Random(f"{rows} {seed}")
+    return tuple(generator.randrange(1, VOCAB) for _ in range(rows))
+
+
+def literal(value: Any) -> str:
+    """Python that makes an equal value, what is a default left out."""
+    if isinstance(value, Struct) or attrs.has(type(value)):
+        return f"{type(value).__name__}({', '.join(_fields(value))})"
+    if isinstance(value, tuple):
+        return f"({''.join(literal(item) + ', ' for item in value).rstrip(' ')})"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key!r}: {literal(item)}' for key, item in value.items())}}}"
+    return repr(value)
+
+
+def _fields(value: Any) -> list[str]:
+    names = (
+        list(type(value).__struct_fields__)
+        if isinstance(value, Struct)
+        else [it.name for it in attrs.fields(type(value))]
+    )
+    plain = _defaults(value, names)
+    return [
+        f"{name}={literal(getattr(value, name))}"
+        for name in names
+        if name not in plain or getattr(value, name) != plain[name]
+    ]
+
+
+def _defaults(value: Any, names: list[str]) -> dict[str, Any]:
+    """Defaults of a value's fields; those that have none are not in it."""
+    if isinstance(value, Struct):
+        found = type(value).__struct_defaults__
+        return dict(zip(names[len(names) - len(found) :], found, strict=True))
+    plain = {}
+    for it in attrs.fields(type(value)):
+        if it.default is not attrs.NOTHING:
+            made = it.default.factory() if isinstance(it.default, attrs.Factory) else it.default
+            plain[it.name] = made
+    return plain
