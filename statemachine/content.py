@@ -21,6 +21,8 @@ def grown(geometry: Geometry, sequence: Sequence, more: bytes) -> Content:
     keys, packed, tail = sequence.keys, sequence.packed, sequence.tail + more
     if len(tail) < block_bytes:
         return keys, packed, tail
+    if len(tail) == block_bytes:
+        return (*keys, row_tag(geometry, sequence.parent_key, tail)), (*packed, tail), b""
     whole = len(tail) - len(tail) % block_bytes
     blocks = [tail[at : at + block_bytes] for at in range(0, whole, block_bytes)]
     found, key = [], sequence.parent_key

@@ -7,13 +7,14 @@ sum can be kept while the state changes; `recompute` does it from nothing and mu
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from xxhash import xxh3_64_intdigest
 
-from .events import NO_BLOCK
+from .events import NO_BLOCK, Namespace
 from .sequence import Sequence, Speculative
 
 if TYPE_CHECKING:
@@ -81,11 +82,15 @@ def block_line(group: int, number: int, block: Block) -> int:
 
 def entry_line(entry: Entry) -> int:
     """One index entry."""
-    space = entry.namespace
-    names = f"{len(space.adapter)}:{space.adapter}{space.version}:{space.salt}".encode()
-    blocks = b"".join(struct.pack(f"<q{len(ids)}q", len(ids), *ids) for ids in entry.blocks)
-    head = _pack_5(ENTRY, entry.id, entry.parent, entry.key, entry.children)
-    return xxh3_64_intdigest(head + entry.tokens + blocks + names)
+    data = _pack_5(ENTRY, entry.id, entry.parent, entry.key, entry.children) + entry.tokens
+    for ids in entry.blocks:
+        data += _packers[1 + len(ids)](len(ids), *ids)
+    return xxh3_64_intdigest(data + _names(entry.namespace))
+
+
+@functools.lru_cache(maxsize=256)
+def _names(space: Namespace) -> bytes:
+    return f"{len(space.adapter)}:{space.adapter}{space.version}:{space.salt}".encode()
 
 
 def pin_line(step: int, group: int, block: int) -> int:

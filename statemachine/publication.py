@@ -44,22 +44,27 @@ def published(draft: Draft, sequence: Sequence, event: BlockPublished) -> None:
 
 def _check(draft: Draft, sequence: Sequence, event: BlockPublished) -> None:
     index, group, block = event.index, event.group, event.block
-    where = f"block {block} at place {index} of sequence {sequence.id}"
     if not 0 <= group < len(sequence.tables):
         raise InvariantBroken(f"there is no group {group}")
     if not 0 <= index < len(sequence.keys):
-        raise InvariantBroken(f"{where} is not full of committed rows: it cannot be published")
+        raise _refusal(event, "is not full of committed rows: it cannot be published")
     table = sequence.tables[group]
     if index >= len(table) or table[index] != block or block == NO_BLOCK:
-        raise InvariantBroken(f"{where} is not in its table of group {group}")
+        raise _refusal(event, f"is not in its table of group {group}")
     written = written_rows(sequence, draft.written_step)
     if written < (index + 1) * draft.geometry.block_size:
-        raise InvariantBroken(f"{where} is not written yet ({written} rows are)")
+        raise _refusal(event, f"is not written yet ({written} rows are)")
     if sequence.keys[index] != event.key:
-        raise InvariantBroken(f"{where} has key {sequence.keys[index]}, not {event.key}")
+        raise _refusal(event, f"has key {sequence.keys[index]}, not {event.key}")
     record = draft.block(group, block)
     if record is None or record.entry:
-        raise InvariantBroken(f"{where} is published already")
+        raise _refusal(event, "is published already")
+
+
+def _refusal(event: BlockPublished, why: str) -> InvariantBroken:
+    return InvariantBroken(
+        f"block {event.block} at place {event.index} of sequence {event.seq} {why}"
+    )
 
 
 def parent_entry(draft: Draft, sequence: Sequence, index: int) -> int | None:
