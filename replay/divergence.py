@@ -14,7 +14,15 @@ from collections.abc import Iterable
 import msgspec
 from msgspec import Struct
 
-from statemachine.events import AppendedEach, BlockEvicted, Event, Forked, PoolReset, StepWritten
+from statemachine.events import (
+    AppendedEach,
+    BlockEvicted,
+    CommittedEach,
+    Event,
+    Forked,
+    PoolReset,
+    StepWritten,
+)
 
 FOLD = "fold"
 OBSERVATION = "observation"
@@ -94,7 +102,7 @@ def event_text(event: Event) -> str:
 
 def concerns(event: Event, seq: int) -> bool:
     """Whether an event names a sequence, or all of them."""
-    if isinstance(event, AppendedEach):
+    if isinstance(event, AppendedEach | CommittedEach):
         return seq in event.seqs
     if isinstance(event, Forked):
         return seq in (event.seq, event.child)
@@ -111,6 +119,9 @@ def text_for(event: Event, seq: int) -> str:
         place = event.seqs.index(seq)
         tokens = None if event.tokens is None else event.tokens[place : place + 1]
         return event_text(AppendedEach(event.step, (seq,), tokens, event.purpose))
+    if isinstance(event, CommittedEach) and seq in event.seqs:
+        place = event.seqs.index(seq)
+        return event_text(CommittedEach((seq,), event.tokens[place : place + 1]))
     return event_text(event)
 
 

@@ -7,6 +7,7 @@ from the sequences alone, so that both sides share no computation but the hash o
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from itertools import pairwise
 from typing import NoReturn, TypeVar
 
@@ -94,7 +95,7 @@ class Observer:
         if record.shadow.found:
             self._content(record, pieces)
         sampled = record.sampled
-        if not _are_pieces(sampled, len(pieces.seqs)):
+        if not _are_pieces(sampled, pieces.rows):
             wanted = f"some of the pieces below {len(pieces.seqs)}, in order"
             self._differs(record, pieces, -1, "samples of pieces", wanted, sampled, "")
         if not len(sampled) == len(record.tokens) == len(record.logits) == len(record.margins):
@@ -314,11 +315,13 @@ def table_hash(table: tuple[int, ...]) -> int:
     return xxh3_64_intdigest(struct.pack(f"<{len(table)}i", *table))
 
 
-def _are_pieces(numbers: tuple[int, ...], count: int) -> bool:
-    """Whether these are numbers of pieces, in ascending order."""
+def _are_pieces(numbers: tuple[int, ...], rows: list[int]) -> bool:
+    """Whether these are numbers of pieces in order, none more often than the piece has rows."""
+    count = len(rows)
     if numbers == tuple(range(count)):
         return True
-    return all(at < to for at, to in pairwise((-1, *numbers, count)))
+    ordered = all(at <= to for at, to in pairwise((0, *numbers, count - 1)))
+    return ordered and all(times <= rows[at] for at, times in Counter(numbers).items())
 
 
 def tag_text(tag: int) -> str:

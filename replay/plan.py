@@ -20,6 +20,7 @@ from statemachine.events import PROMPT, Event
 from statemachine.records import (
     Checkpoint,
     Finished,
+    FlushRequested,
     Gap,
     Header,
     Record,
@@ -60,7 +61,7 @@ class Planner:
 
     def __init__(self) -> None:
         self.view: View | None = None
-        self._plan: StepPlan | None = None
+        self._begun: dict[int, StepPlan] = {}
         self._policy = Policy()
         self._finished: tuple[Finished, ...] = ()
         self._fresh = True
@@ -75,7 +76,7 @@ class Planner:
             self._fresh = True
         elif isinstance(record, Finished):
             self._finished += (record,)
-        elif isinstance(record, RequestArrived | RequestCancelled):
+        elif isinstance(record, RequestArrived | RequestCancelled | FlushRequested):
             self._received(record)
         elif isinstance(record, StepPlanned):
             self._planned(record)
@@ -87,21 +88,22 @@ class Planner:
     def _header(self, record: Header) -> None:
         if self.view is None:
             self._policy = policy_of(record)
-            self.view = initial(record.geometry)
+            self.view = initial(record.geometry, self._policy)
 
     def _checkpoint(self, record: Checkpoint) -> None:
         if not self._fresh:
             self._compare_checkpoint(record)
             return
         try:
-            self.view, self._fresh = restore(record), False
+            self.view, self._fresh = restore(record, self._policy), False
+            self._begun.clear()
         except CodecError as error:
             raise Unusable(f"the checkpoint after step {record.step}: {error}") from error
 
     def _compare_checkpoint(self, record: Checkpoint) -> None:
         """One in the middle says what the scheduler knows by then."""
         here = checkpoint(self._known())
-        for name in ("step", "requests", "alone", "stuck"):
+        for name in ("step", "requests", "alone", "stuck", "flush"):
             told, known = getattr(record, name), getattr(here, name)
             if told != known:
                 what = f"the checkpoint says other {name} than the records before it"
@@ -113,7 +115,7 @@ class Planner:
             raise Unusable("the tape does not begin with a header and a state")
         return self.view
 
-    def _received(self, record: RequestArrived | RequestCancelled) -> None:
+    def _received(self, record: RequestArrived | RequestCancelled | FlushRequested) -> None:
         try:
             self.view = receive(self._known(), record)
         except ValueError as error:
@@ -135,23 +137,25 @@ class Planner:
             raise Diverged(Divergence(PLAN, record.step, what, "StepPlanned"))
         _compare(record.step, "StepPlanned", record.events, plan.events)
         _compare_content(view, plan)
-        self._plan, self.view = plan, scheduler.begin(view, plan)
+        self._begun[plan.step] = plan
+        self.view = scheduler.begin(view, plan)
 
     def _done(self, record: StepDone) -> None:
         view, plan = self._known(), self._answered(record.step, "StepDone")
         finished, self._finished = self._finished, ()
-        sampling = tuple(at for at, piece in enumerate(plan.pieces) if piece.samples)
+        sampling = tuple(at for at, it in enumerate(plan.pieces) for _ in range(it.samples))
         if record.sampled != sampling:
             what = f"pieces {record.sampled} sampled, where pieces {sampling} end their streams"
             values = (Values("sampled pieces", record.sampled, sampling),)
             raise Diverged(Divergence(PLAN, record.step, what, "StepDone", values=values))
         try:
-            events = scheduler.close_step(view, plan, record.tokens, finished)
+            outcomes = scheduler.outcomes(view, plan, record.tokens, finished)
+            events = scheduler.close_step(view, plan, outcomes)
         except _IMPOSSIBLE as error:
             what = f"the scheduler cannot close the step: {_why(error)}"
             raise Diverged(Divergence(PLAN, record.step, what, "StepDone")) from error
         _compare(record.step, "StepDone", record.events, events)
-        self.view = scheduler.settle(view, plan, record.tokens, finished, events)
+        self.view = scheduler.settle(view, plan, outcomes, events)
 
     def _failed(self, record: StepFailed) -> None:
         view, plan = self._known(), self._answered(record.step, "StepFailed")
@@ -168,9 +172,10 @@ class Planner:
         self.view = scheduler.settle_failed(view, plan, record.stage, record.blamed, events)
 
     def _answered(self, step: int, kind: str) -> StepPlan:
-        if self._plan is None or self._plan.step != step:
+        plan = self._begun.pop(step, None)
+        if plan is None:
             raise Diverged(Divergence(PLAN, step, "it was never planned", kind))
-        return self._plan
+        return plan
 
 
 def _why(error: Exception) -> str:
@@ -199,7 +204,7 @@ def _compare_content(view: View, plan: StepPlan) -> None:
         sequence: Sequence = plan.state.sequences[piece.seq]
         stream = view.requests[piece.seq].stream
         end = sequence.committed
-        first = 0 if piece.purpose == PROMPT else end - piece.rows
+        first = 0 if piece.purpose == PROMPT else end - 1
         index, row = divmod(first, size)
         held = (b"".join(sequence.packed[index:]) + sequence.tail)[row * TOKEN_BYTES :]
         wanted = pack(stream.slice(first, end))

@@ -4,26 +4,32 @@ Refusal on arrival (`refusal`), what a pool must hold for a policy (`check_pool`
 the next requests from the queue (`admit`). Pure: it asks commands on scratch states, and has no
 block arithmetic beyond "how many blocks do that many rows take".
 
-The queue's order holds, but for this: a request that does not fit is passed by later ones that do,
-at most PASSES_MAX of them in its life; then nothing behind it starts before it does. Only the first
-LOOK_AHEAD of the queue are looked at in a step.
+The queue's order holds, but for this: a request that cannot start is passed by later ones that
+can, at most PASSES_MAX of them in its life; then nothing behind it starts before it does. Only the
+first LOOK_AHEAD of the queue are looked at in a step. What keeps a request from starting: its rows
+do not fit; a running request is still computing more of its prompt than can be found (it moves, so
+this ends); its parent, whose rows it is to share, has not got to the end of their prompt.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Protocol
 
 from statemachine import commands
-from statemachine.events import Event, PrefixAdopted
+from statemachine.errors import IllegalCommand
+from statemachine.events import Event, Forked, PrefixAdopted
 from statemachine.geometry import WINDOW, Geometry
 from statemachine.prefix import Hit
+from statemachine.sequence import written_rows
 from statemachine.state import State
 from statemachine.transitions import apply_all
 
 from .policy import Policy
 from .sharing import sharers
 from .submission import RequestRefused, Submission
-from .view import LOOK_AHEAD, RequestState, View
+from .view import LOOK_AHEAD, UNKNOWN, RequestState, View
+from .waiting import Waiting
 
 PASSES_MAX = 8
 """Requests that may be admitted past one that does not fit, in its whole life."""
@@ -37,6 +43,12 @@ def capacity_tokens(geometry: Geometry, policy: Policy) -> int:
         if group.paged and group.kind != WINDOW
     ]
     return min([policy.context_tokens, *rows])
+
+
+def limit_tokens(view: View, policy: Policy, request: RequestState) -> int:
+    """Prompt + answer at which a request ends with "length"."""
+    asked = len(request.stream.prompt) + request.arrived.parameters.max_tokens
+    return min(asked, capacity_tokens(view.state.geometry, policy))
 
 
 def refuse(geometry: Geometry, policy: Policy, submission: Submission, vocab_size: int = 0) -> None:
@@ -89,11 +101,14 @@ def check_pool(geometry: Geometry, policy: Policy) -> None:
 
 
 def _window_blocks(geometry: Geometry, policy: Policy, group: int) -> int:
-    """Blocks that one sequence holds at most in a window group, chunks trimmed as they go."""
+    """Blocks that one sequence holds at most in a window group, chunks trimmed as they go; with
+    lookahead two chunks, or a draft, are there before the first trim.
+    """
     spec = geometry.groups[group]
     chunk = min(policy.prefill_chunk, policy.max_batch_tokens)
     padded = -(-chunk // policy.prefill_tile) * policy.prefill_tile
-    return geometry.blocks_for(spec.window + padded) + 1 + geometry.blocks_for(spec.sink)
+    rows = max(padded * (2 if policy.lookahead else 1), policy.draft_tokens + 1)
+    return geometry.blocks_for(spec.window + rows) + 1 + geometry.blocks_for(spec.sink)
 
 
 class Draft(Protocol):
@@ -103,7 +118,7 @@ class Draft(Protocol):
     policy: Policy
     state: State
     running: list[int]
-    waiting: tuple[int, ...]
+    waiting: Waiting
     rows_left: int
     stuck: bool
     admitted: list[tuple[int, int]]
@@ -130,10 +145,10 @@ def admit(draft: Draft) -> None:
         return
     skipped: list[int] = []
     started: list[int] = []
-    for request in view.waiting[:LOOK_AHEAD]:
+    for request in draft.waiting.first(LOOK_AHEAD):
         if len(started) == room:
             break
-        found = _try(draft, request, skipped)
+        found = _try(draft, request)
         if found is None:
             skipped.append(request)
             if _passes(draft, request) >= PASSES_MAX:
@@ -141,13 +156,12 @@ def admit(draft: Draft) -> None:
             continue
         draft.do(found)
         draft.running.append(request)
-        draft.admitted.append((request, _adopted(found)))
+        draft.admitted.append((request, _cached(draft, request, found)))
         draft.passed.extend(skipped)
         started.append(request)
-    if started:
-        front = tuple(r for r in draft.waiting[:LOOK_AHEAD] if r not in started)
-        draft.waiting = front + draft.waiting[LOOK_AHEAD:]
-    else:
+    for request in started:
+        draft.waiting = draft.waiting.remove(request, draft.request(request).priority)
+    if not started:
         draft.stuck = bool(skipped)
 
 
@@ -155,28 +169,129 @@ def _passes(draft: Draft, request: int) -> int:
     return draft.request(request).passed + draft.passed.count(request)
 
 
-def _adopted(events: tuple[Event, ...]) -> int:
+def _cached(draft: Draft, request: int, events: tuple[Event, ...]) -> int:
+    """Prompt tokens that were computed before: what it adopted; of a fork, what its parent did."""
+    if any(isinstance(event, Forked) for event in events):
+        parent = draft.request(draft.request(request).arrived.parent)
+        return max(parent.cached_tokens, 0)
     return sum(len(event.tokens) for event in events if isinstance(event, PrefixAdopted))
 
 
-def _try(draft: Draft, request: int, skipped: list[int]) -> tuple[Event, ...] | None:
-    """Events that open a request and adopt its prefix, if all of its rows then fit; else None.
-
-    Ids are opened in order, so those that it passes are opened too; they stay in the queue.
+def _try(draft: Draft, request: int) -> tuple[Event, ...] | None:
+    """Events that open a request and share what is there of its prompt, if all of its rows then
+    fit; None where it cannot start.
     """
-    opening: tuple[Event, ...] = ()
+    if _waits_for_parent(draft, request):
+        return None
     state = draft.state
-    for seq in (*skipped, request):
-        if seq not in state.sequences:
-            opened = commands.open_sequence(state, seq, draft.request(seq).arrived.namespace)
-            state, opening = apply_all(state, opened), opening + opened
+    opening = _open(draft, request)
+    state = apply_all(state, opening)
     stream = draft.request(request).stream
     tokens = stream.slice(0, stream.length)
-    for hit in _adoptions(draft, state, request):
-        adopted = commands.adopt(state, request, tokens, hit)
-        if _fits(draft, apply_all(state, adopted), request, len(tokens)):
-            return opening + adopted
+    if _waits_for_prefix(draft, state, request, tokens):
+        return None
+    for shared in _sharings(draft, state, request, tokens):
+        if _fits(draft, apply_all(state, shared), request, len(tokens)):
+            return opening + shared
     return None
+
+
+def _open(draft: Draft, request: int) -> tuple[Event, ...]:
+    """Ids are opened in order: so those that a request passes are opened too, and stay queued."""
+    state, events = draft.state, list[Event]()
+    for seq in range(state.last_seq + 1, request + 1):
+        known = draft.view.requests.get(seq)
+        if known is not None:
+            opened = commands.open_sequence(state, seq, known.arrived.namespace)
+            state = apply_all(state, opened)
+            events += opened
+    return tuple(events)
+
+
+def _parent(draft: Draft, request: int) -> RequestState | None:
+    """The live request whose rows a request without an answer may share, if there is one."""
+    known = draft.request(request)
+    parent: RequestState | None = draft.view.requests.get(known.arrived.parent)
+    if parent is None or known.output_tokens:
+        return None
+    same = parent.arrived.tokens == known.arrived.tokens
+    return parent if same and parent.arrived.namespace == known.arrived.namespace else None
+
+
+def _waits_for_parent(draft: Draft, request: int) -> bool:
+    """Whether the rows that it is to share are still to come."""
+    parent = _parent(draft, request)
+    if parent is None:
+        return False
+    number = parent.arrived.request
+    if number in draft.running:
+        return bool(draft.state.sequences[number].committed < len(parent.arrived.tokens))
+    # One that was preempted once, or stands behind, is not worth waiting for.
+    before = number < request and parent.priority <= draft.request(request).priority
+    return before and parent.cached_tokens == UNKNOWN
+
+
+def _waits_for_prefix(draft: Draft, state: State, request: int, tokens: tuple[int, ...]) -> bool:
+    """Whether a running request will soon publish more of a prompt than can be found now."""
+    if not (draft.policy.prefix_aware and draft.policy.prefix_cache):
+        return False
+    size = state.geometry.block_size
+    namespace = draft.request(request).arrived.namespace
+    most = (len(tokens) - 1) // size
+    found: int | None = None
+    for seq in draft.running:
+        running = draft.request(seq)
+        if running.arrived.namespace != namespace or running.arrived.tokens[:size] != tokens[:size]:
+            continue
+        written = written_rows(state.sequences[seq], state.written_step)
+        if written >= len(running.arrived.tokens):
+            continue
+        shared = min(_common(running.arrived.tokens, tokens) // size, most) * size
+        if found is None:
+            found = commands.lookup(state, namespace, tokens[: most * size]).rows
+        if shared > max(found, written):
+            return True
+    return False
+
+
+def _common(left: tuple[int, ...], right: tuple[int, ...]) -> int:
+    """How many tokens two texts have in common from their start."""
+    low, high = 0, min(len(left), len(right))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if left[low:middle] == right[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _sharings(
+    draft: Draft, state: State, request: int, tokens: tuple[int, ...]
+) -> Iterator[tuple[Event, ...]]:
+    """Ways to share rows, best first: its parent's, what the index holds, none."""
+    forked = _fork(draft, state, request)
+    if forked is not None:
+        yield forked
+    for hit in _adoptions(draft, state, request):
+        yield commands.adopt(state, request, tokens, hit)
+
+
+def _fork(draft: Draft, state: State, request: int) -> tuple[Event, ...] | None:
+    """Share the parent's rows, all but the prompt's last, which yields this one's first token.
+
+    None where there is no parent, or its windows have moved on.
+    """
+    parent = _parent(draft, request)
+    if parent is None or parent.arrived.request not in draft.running:
+        return None
+    try:
+        forked = commands.fork(state, parent.arrived.request, request)
+        state = apply_all(state, forked)
+        rows = state.sequences[request].offset - (len(parent.arrived.tokens) - 1)
+        return forked + commands.trim(state, request, rows)
+    except IllegalCommand:
+        return None
 
 
 def _adoptions(draft: Draft, state: State, request: int) -> list[Hit | None]:

@@ -31,6 +31,11 @@ class Clients:
     def __len__(self) -> int:
         return len(self._sinks)
 
+    @property
+    def reading(self) -> bool:
+        """Whether the text of anyone's tokens is looked at."""
+        return bool(self._texts)
+
     def add(self, record: RequestArrived, sink: Sink) -> None:
         """A request came in."""
         self._sinks[record.request] = sink

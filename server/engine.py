@@ -16,7 +16,7 @@ import structlog
 from msgspec import Struct
 
 from statemachine.geometry import Geometry
-from statemachine.records import RequestArrived, RequestCancelled
+from statemachine.records import FlushRequested, RequestArrived, RequestCancelled
 
 from .admission import capacity_tokens, check_pool, refuse
 from .loop import Arrival, Input, Loop, Parts
@@ -162,6 +162,7 @@ class Engine:
                 tokens=submission.tokens,
                 parameters=submission.parameters,
                 namespace=submission.namespace,
+                parent=submission.parent,
             )
             self._inbox.append(Arrival(record, sink))
             self._wake.notify_all()
@@ -171,6 +172,14 @@ class Engine:
         """Give a request up; a request that already ended, or is unknown, is left alone."""
         with self._wake:
             self._inbox.append(RequestCancelled(request, CANCELLED))
+            self._wake.notify_all()
+
+    def flush(self) -> None:
+        """Empty the prefix index: what nobody holds cannot be found any more after the next step.
+        Blocks that running requests hold stay findable; they can be flushed once these have ended.
+        """
+        with self._wake:
+            self._inbox.append(FlushRequested())
             self._wake.notify_all()
 
     def status(self) -> dict[str, int]:

@@ -5,11 +5,16 @@ thread (engine.py) and the step-pinned driver call the same `step`. Never waits 
 
 Tape order: the last step's StepDone and StepTimed, then inputs, then StepPlanned, in one write
 before the forward is issued. Finished records stand before the StepDone that they end a request in.
+
+Steps that were issued and not read are *flights*, one with the policy's lookahead while the next is
+planned, else none. They are read in the order of their issue, each whole: a step that cannot be
+built is undone after the one before it was read, and what flies behind lost pages is void.
 """
 
 from __future__ import annotations
 
 import gc
+from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import Protocol
@@ -21,6 +26,7 @@ from kernel.batch import BuildFailed, EvalFailed, Kernel, StepResult
 from statemachine.events import Event, Preempted
 from statemachine.records import (
     Finished,
+    FlushRequested,
     Header,
     Observation,
     Record,
@@ -36,7 +42,7 @@ from statemachine.records import (
 
 from . import scheduler
 from .clients import Clients
-from .closing import BUILD, CLOSE, EVAL, PLAN
+from .closing import BUILD, CLOSE, EVAL, PLAN, VOID
 from .policy import Policy
 from .submission import CANCELLED, ERROR, STOP, Sink, Update
 from .text import IncrementalDecoder
@@ -95,7 +101,17 @@ class Arrival(Struct, frozen=True):
     sink: Sink
 
 
-Input = Arrival | RequestCancelled
+Input = Arrival | RequestCancelled | FlushRequested
+
+
+class Flight:
+    """A step between its issue and its close; `error` where it could not be issued."""
+
+    def __init__(self, plan: StepPlan, times: list[float]) -> None:
+        self.plan = plan
+        self.times = times
+        self.ticket: object = None
+        self.error: Exception | None = None
 
 
 class Counters:
@@ -121,7 +137,8 @@ class Loop:
         self._clock = clock
         self._clients = Clients(parts.decoder)
         self._unwritten: list[Record] = []
-        self.view: View = initial(parts.kernel.geometry)
+        self.view: View = initial(parts.kernel.geometry, parts.policy)
+        self._flights: deque[Flight] = deque()
         self.counters = Counters()
         self.failure = ""
         if parts.header is not None:
@@ -141,28 +158,66 @@ class Loop:
     def busy(self) -> bool:
         """Whether a step would find something to do without any input."""
         view = self.view
-        return bool(self._clients.lost or self._unwritten or view.requests or view.closing)
+        waits = self._clients.lost or self._unwritten or self._flights
+        return bool(waits or view.requests or view.closing or view.flush)
 
     def step(self, inputs: Iterable[Input] = ()) -> bool:
-        """One turn: take inputs, plan, run. False where there was nothing to do."""
+        """One turn: take inputs, plan and issue a step, read the oldest in flight where it is due.
+        False where there was nothing to do.
+        """
         received = self._receive([*self._clients.take_lost(), *inputs])
+        moved = self._take_off(received) or bool(received)
+        flights = self._flights
+        if flights and (not moved or self._due()):
+            self._land()
+            while flights and flights[-1].error is not None:
+                self._land()
+            return True
+        return moved
+
+    def _due(self) -> bool:
+        """Whether the oldest flight is to be read before the next step is planned."""
+        last = self._flights[-1]
+        return len(self._flights) > int(self._policy.lookahead) or last.error is not None
+
+    def _take_off(self, received: list[Record]) -> bool:
+        """Plan the next step and issue it; False where nothing is to be done before the step in
+        flight was read. `received` is on tape then.
+        """
+        due = self._capture is not None and self._capture.checkpoint_due
+        if due and self._flights:
+            self._flush(received)  # a checkpoint stands between two steps
+            return False
         started = self._clock()
         try:
             plan = scheduler.plan_step(self.view, self._policy)
         except Exception as error:
+            if self._flights:
+                self._flush(received)
+                return False  # it will raise again, with nothing in flight
             self._give_up(received, error)
             return True
         if plan.idle:
             self._flush(received)
-            return bool(received)
-        if self._capture is not None and self._capture.checkpoint_due:
+            return False
+        if due:
             received.append(checkpoint(self.view))
         self.view = scheduler.begin(self.view, plan)
         self._count(plan.events)
         planned = self._clock()
         self._write_planned(received, plan.step, plan.events)
-        self._run(plan, [started, planned, self._clock()])
+        self._flights.append(self._issue(plan, [started, planned, self._clock()]))
         return True
+
+    def _issue(self, plan: StepPlan, times: list[float]) -> Flight:
+        """Hand a step to the kernel; what it raises is dealt with in its turn."""
+        flight = Flight(plan, times)
+        if plan.pieces:
+            try:
+                flight.ticket = self._kernel.issue(scheduler.batch(self.view, plan))
+            except Exception as error:
+                flight.error = error
+        return flight
 
     def _write_planned(self, received: list[Record], step: int, events: tuple[Event, ...]) -> None:
         digest = self.view.state.digest
@@ -173,11 +228,11 @@ class Loop:
         received: list[Record] = []
         for given in inputs:
             if isinstance(given, Arrival):
-                record: RequestArrived | RequestCancelled = given.record
+                record: RequestArrived | RequestCancelled | FlushRequested = given.record
                 self._clients.add(given.record, given.sink)
+            elif isinstance(given, RequestCancelled) and given.request not in self.view.requests:
+                continue
             else:
-                if given.request not in self.view.requests:
-                    continue
                 record = given
             self.view = receive(self.view, record)
             received.append(record)
@@ -187,10 +242,12 @@ class Loop:
                 self._clients.tell(Update(record.request, (), why, error=said))
         return received
 
-    def _run(self, plan: StepPlan, times: list[float]) -> None:
-        """The forward of a planned step, and its close."""
+    def _land(self) -> None:
+        """Read the oldest flight, and close it."""
+        flight = self._flights.popleft()
+        plan = flight.plan
         try:
-            result = self._forward(plan)
+            result = self._collect(flight)
         except BuildFailed as error:
             self._fail(plan, BUILD, error, _blame(plan, error))
             return
@@ -198,25 +255,24 @@ class Loop:
             # Whatever is no BuildFailed leaves pages of which nothing is known.
             self._fail(plan, EVAL, error, ())
             return
-        times.append(self._clock())
+        flight.times.append(self._clock())
         try:
-            self._close(plan, result, times)
+            self._close(plan, result, flight.times)
         except Exception as error:
             self._fail(plan, CLOSE, error, tuple(sorted(self.view.requests.keys())))
 
-    def _forward(self, plan: StepPlan) -> StepResult:
-        if not plan.pieces:
-            return NOTHING
-        ticket = self._kernel.issue(scheduler.batch(self.view, plan))
-        return self._kernel.collect(ticket)
+    def _collect(self, flight: Flight) -> StepResult:
+        if flight.error is not None:
+            raise flight.error
+        return self._kernel.collect(flight.ticket) if flight.plan.pieces else NOTHING
 
     def _close(self, plan: StepPlan, result: StepResult, times: list[float]) -> None:
         """Closing events, the new view, news; the records wait for the next write."""
         finished = self._stops(plan, result.tokens)
         before, tokens = self.view, result.tokens
         outcomes = scheduler.outcomes(before, plan, tokens, finished)
-        events = scheduler.close_step(before, plan, tokens, finished)
-        after = scheduler.settle(before, plan, tokens, finished, events)
+        events = scheduler.close_step(before, plan, outcomes)
+        after = scheduler.settle(before, plan, outcomes, events)
         sequences = after.state.sequences
         offsets = tuple(
             sequences[piece.seq].offset if piece.seq in sequences else -1 for piece in plan.pieces
@@ -240,22 +296,23 @@ class Loop:
         if plan.pieces:
             self.counters.failures_in_a_row = 0
         for outcome in outcomes:
-            news = () if outcome.token is None else (outcome.token,)
             cached = before.requests[outcome.seq].cached_tokens
-            self._clients.tell(Update(outcome.seq, news, outcome.reason, cached))
+            self._clients.tell(Update(outcome.seq, outcome.tokens, outcome.reason, cached))
         times.append(self._clock())
         self._unwritten += [*finished, done, _timed(plan.step, times)]
 
     def _stops(self, plan: StepPlan, tokens: tuple[int, ...]) -> tuple[Finished, ...]:
         """Feed new tokens to the requests that have stop strings; the ends that they came to."""
         found: list[Finished] = []
-        samplers = [piece.seq for piece in plan.pieces if piece.samples]
-        for seq, token in zip(samplers, tokens, strict=True):
-            request = self.view.requests[seq]
-            if token in request.arrived.parameters.end_tokens:
-                continue
-            if self._clients.stopped(seq, token):
-                found.append(Finished(seq, request.output_tokens + 1, STOP))
+        if not self._clients.reading:
+            return ()
+        for piece, request, drawn in scheduler.drawn(self.view, plan, tokens):
+            for kept, token in enumerate(drawn, start=1):
+                if token in request.arrived.parameters.end_tokens:
+                    break
+                if self._clients.stopped(piece.seq, token):
+                    found.append(Finished(piece.seq, request.output_tokens + kept, STOP))
+                    break
         return tuple(found)
 
     def _fail(self, plan: StepPlan, stage: str, error: Exception, blamed: tuple[int, ...]) -> None:
@@ -293,6 +350,14 @@ class Loop:
             )
         if stage != BUILD:
             self._kernel.reset_pages()
+            while self._flights:
+                self._void(self._flights.popleft().plan)
+
+    def _void(self, plan: StepPlan) -> None:
+        """Give a step up that was issued behind one that lost the pages."""
+        self.view = scheduler.settle_failed(self.view, plan, VOID, (), ())
+        said = "a step before it lost the pages"
+        self._unwritten.append(StepFailed(plan.step, VOID, said, (), (), self.view.state.digest))
 
     def _give_up(self, received: list[Record], error: Exception) -> None:
         """No plan could be made, which is a bug: end everything live, and go on empty."""
@@ -303,6 +368,8 @@ class Loop:
 
     def end(self, reason: str, error: str = "") -> None:
         """End all that is live with a reason, and the tape. The loop is of no use after it."""
+        while self._flights:
+            self._land()
         live = sorted(self.view.requests.keys())
         records: list[Record] = []
         for request in live:

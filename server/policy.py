@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-
 DRAFT_TOKENS_MAX = 64
 FCFS = "fcfs"
 PRIORITY = "priority"
@@ -19,8 +18,9 @@ class Policy(Struct, frozen=True, omit_defaults=True):
     longest; watermark_blocks: blocks left free by an admission while others run.
     context_tokens: prompt + answer at most. lookahead: a step is issued before the tokens of the
     one before it are read. draft_tokens: rows guessed ahead for a sequence at most, by looking the
-    last `lookup_ngram` tokens up in its own text; 0 guesses nothing. scheduling: FCFS serves in
-    order of arrival; PRIORITY in order of the requests' `priority` first, lower ones before others.
+    last `lookup_ngram` tokens up in its own text; 0 guesses nothing. prefix_aware: a request waits
+    while a running one computes more of its prompt than can be found yet. scheduling: FCFS serves
+    in order of arrival; PRIORITY by the requests' `priority` first, lower ones before others.
     """
 
     max_batch_tokens: int = 512
@@ -34,7 +34,11 @@ class Policy(Struct, frozen=True, omit_defaults=True):
     lookahead: bool = False
     draft_tokens: int = 0
     lookup_ngram: int = 3
+    prefix_aware: bool = False
     scheduling: str = FCFS
+
+
+DEFAULT = Policy()
 
 
 def check(policy: Policy) -> None:

@@ -12,7 +12,7 @@ from typing import Protocol
 from msgspec import Struct
 
 from statemachine.events import Namespace
-from statemachine.records import Parameters
+from statemachine.records import NO_PARENT, Parameters
 
 STOP = "stop"
 LENGTH = "length"
@@ -21,12 +21,17 @@ ERROR = "error"
 
 
 class Submission(Struct, frozen=True):
-    """One request: prompt tokens [n], sampling parameters, who may share its rows."""
+    """One request: prompt tokens [n], sampling parameters, who may share its rows.
+
+    parent: a request with the same prompt, sent before; while that runs, this one shares its rows
+    (n > 1).
+    """
 
     tokens: tuple[int, ...]
     parameters: Parameters
     external_id: str = ""
     namespace: Namespace = Namespace()
+    parent: int = NO_PARENT
 
 
 class Update(Struct, frozen=True):

@@ -4,8 +4,9 @@
                          ^                                |
                          +---------- preempted -----------+      a cancel: from either to closing
 
-A request's id is also its sequence's. There is no prefill cursor: what is left to issue is
-stream[sequence.committed:]. Never reads a clock, never touches MLX, a thread or a file.
+A request's id is also its sequence's. There is no prefill cursor: what is left to issue is the
+stream after the sequence's rows. Steps that were begun and not settled are `flights`, which are
+answered in order. Never reads a clock, never touches MLX, a thread or a file.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from statemachine.geometry import Geometry
 from statemachine.records import (
     Checkpoint,
     Finished,
+    FlushRequested,
     RequestArrived,
     RequestCancelled,
     RequestSnapshot,
@@ -25,8 +27,10 @@ from statemachine.records import (
 from statemachine.snapshot import decode_state, encode_state
 from statemachine.state import State, new_state
 
-from .policy import Policy
+from .policy import DEFAULT, PRIORITY, Policy
+from .speculation import Ngrams
 from .tokenlog import TokenLog, log_of
+from .waiting import Waiting, waiting_of
 
 LOOK_AHEAD = 16
 """Requests at the queue's front that one step looks at."""
@@ -39,12 +43,19 @@ class RequestState(Struct, frozen=True):
 
     stream: prompt + answer so far. cached_tokens: rows adopted at the first admission, UNKNOWN
     before. passed: how many requests were admitted past it because it did not fit; never reset.
+    ngrams: an index of the stream, where drafts are made from it and it was made already.
     """
 
     arrived: RequestArrived
     stream: TokenLog
     cached_tokens: int = UNKNOWN
     passed: int = 0
+    ngrams: Ngrams | None = None
+
+    @property
+    def priority(self) -> int:
+        """What its client set; lower is sooner."""
+        return self.arrived.parameters.priority
 
     @property
     def output_tokens(self) -> int:
@@ -55,30 +66,33 @@ class RequestState(Struct, frozen=True):
 class View(Struct, frozen=True):
     """What plan_step plans from.
 
-    waiting: queue order; arrivals at the end, preempted ones at the front. running: admission
-    order. closing: cancelled requests whose sequences the next plan closes. alone: sequences of a
-    step that failed at build, to be tried one by one. stuck: the queue was looked through and
-    nothing fitted, and nothing that could change that has happened since. step: the next one's.
+    waiting: the queue. running: admission order. closing: cancelled requests whose sequences the
+    next plan closes. alone: sequences of a step that failed at build, to be tried one by one.
+    stuck: the queue was looked through and nothing fitted, and nothing that could change that has
+    happened since. flush: the next plan empties the index. flights: steps that were begun and not
+    settled, oldest first. step: the next one's.
     """
 
     state: State
     requests: Map[int, RequestState] = Map()
-    waiting: tuple[int, ...] = ()
+    waiting: Waiting = Waiting()
     running: tuple[int, ...] = ()
     closing: tuple[int, ...] = ()
     alone: tuple[int, ...] = ()
     stuck: bool = False
+    flush: bool = False
+    flights: tuple[StepPlan, ...] = ()
     step: int = 1
 
 
 class PlannedPiece(Struct, frozen=True):
-    """One sequence's rows in a step: `rows` tokens, `pads`; it samples where its stream ends."""
+    """One sequence's rows in a step: `rows`, then `pads`; the last `samples` rows are sampled."""
 
     seq: int
     rows: int
     pads: int
     purpose: str
-    samples: bool
+    samples: int
 
 
 class StepPlan(Struct, frozen=True):
@@ -93,7 +107,7 @@ class StepPlan(Struct, frozen=True):
     pieces: tuple[PlannedPiece, ...]
     state: State
     policy: Policy
-    waiting: tuple[int, ...]
+    waiting: Waiting
     running: tuple[int, ...]
     alone: tuple[int, ...] = ()
     admitted: tuple[tuple[int, int], ...] = ()
@@ -106,12 +120,15 @@ class StepPlan(Struct, frozen=True):
         return not self.events and not self.pieces
 
 
-def initial(geometry: Geometry) -> View:
+def initial(geometry: Geometry, policy: Policy = DEFAULT) -> View:
     """An empty pool and no requests. Raises ValueError where the geometry makes no sense."""
-    return View(new_state(geometry))
+    return View(new_state(geometry), waiting=Waiting(policy.scheduling == PRIORITY))
 
 
-def receive(view: View, record: RequestArrived | RequestCancelled | Finished) -> View:
+Input = RequestArrived | RequestCancelled | FlushRequested | Finished
+
+
+def receive(view: View, record: Input) -> View:
     """The view after an input.
 
     A cancel of a request that is not live changes nothing. Finished changes nothing here either:
@@ -122,6 +139,8 @@ def receive(view: View, record: RequestArrived | RequestCancelled | Finished) ->
         return _arrived(view, record)
     if isinstance(record, RequestCancelled):
         return _cancelled(view, record.request)
+    if isinstance(record, FlushRequested):
+        return structs.replace(view, flush=True)
     return view
 
 
@@ -129,22 +148,24 @@ def _arrived(view: View, record: RequestArrived) -> View:
     if record.request in view.requests:
         raise ValueError(f"request {record.request} is live already: each needs an id of its own")
     request = RequestState(record, log_of(record.tokens))
+    waiting = view.waiting.add(record.request, request.priority)
     return structs.replace(
         view,
         requests=view.requests.set(record.request, request),
-        waiting=(*view.waiting, record.request),
-        stuck=view.stuck and len(view.waiting) >= LOOK_AHEAD,
+        waiting=waiting,
+        stuck=view.stuck and record.request not in waiting.first(LOOK_AHEAD),
     )
 
 
 def _cancelled(view: View, request: int) -> View:
-    if request not in view.requests:
+    known = view.requests.get(request)
+    if known is None:
         return view
     opened = request in view.state.sequences
     return structs.replace(
         view,
         requests=view.requests.delete(request),
-        waiting=without(view.waiting, request),
+        waiting=view.waiting.remove(request, known.priority),
         running=without(view.running, request),
         alone=without(view.alone, request),
         closing=(*view.closing, request) if opened else view.closing,
@@ -161,7 +182,7 @@ def without(ids: tuple[int, ...], gone: int) -> tuple[int, ...]:
 
 
 def checkpoint(view: View) -> Checkpoint:
-    """All that planning goes by, as a record; `view` is one between two steps."""
+    """All that planning goes by, as a record; `view` is one without flights."""
     running = len(view.running)
     live = [view.requests[request] for request in (*view.running, *view.waiting)]
     return Checkpoint(
@@ -180,10 +201,11 @@ def checkpoint(view: View) -> Checkpoint:
         digest=view.state.digest,
         alone=view.alone,
         stuck=view.stuck,
+        flush=view.flush,
     )
 
 
-def restore(record: Checkpoint) -> View:
+def restore(record: Checkpoint, policy: Policy = DEFAULT) -> View:
     """The view that a checkpoint was made of. Sequences of no request are still to be closed.
 
     Raises CodecError where its state cannot be read.
@@ -201,10 +223,18 @@ def restore(record: Checkpoint) -> View:
     return View(
         state=state,
         requests=Map(requests),
-        waiting=tuple(held.arrived.request for held in record.requests if not held.running),
+        waiting=waiting_of(
+            (
+                (held.arrived.request, held.arrived.parameters.priority)
+                for held in record.requests
+                if not held.running
+            ),
+            policy.scheduling == PRIORITY,
+        ),
         running=tuple(held.arrived.request for held in record.requests if held.running),
         closing=tuple(seq for seq in sorted(state.sequences) if seq not in requests),
         alone=record.alone,
         stuck=record.stuck,
+        flush=record.flush,
         step=record.step + 1,
     )

@@ -191,17 +191,28 @@ def _same(state: State, entry: int, rows: bytes) -> bool:
     return bool(state.entries[entry].tokens.startswith(rows))
 
 
-def shared_blocks_are_full_or_read_only(state: State) -> Iterator[str]:
-    """No block in two tables holds speculative or pad rows."""
+def shared_rows_are_committed(state: State) -> Iterator[str]:
+    """No speculative or pad row is in two tables' reach: where a sequence has such rows in a block,
+    the others that hold it end before them. (A fork shares a block that its parent was writing.)
+    """
     size = state.geometry.block_size
+    writers: dict[tuple[int, int], tuple[int, int]] = {}
     for sequence in state.sequences.values():
-        first = sequence.committed // size
+        if sequence.offset == sequence.committed:
+            continue
         for group in state.paged_groups():
-            for index in range(first, len(sequence.tables[group])):
-                block = sequence.tables[group][index]
-                if block == NO_BLOCK or sequence.offset == sequence.committed:
-                    continue
-                if state.groups[group].blocks[block].refs > 1:
+            for block in sequence.tables[group][sequence.committed // size :]:
+                if block != NO_BLOCK and state.groups[group].blocks[block].refs > 1:
+                    if (group, block) in writers:
+                        yield f"block {block} of group {group} is written by two sequences"
+                    writers[group, block] = (sequence.id, sequence.committed)
+    if not writers:
+        return
+    for sequence in state.sequences.values():
+        for group in state.paged_groups():
+            for block in sequence.tables[group]:
+                writer, committed = writers.get((group, block), (sequence.id, 0))
+                if writer != sequence.id and sequence.offset > committed:
                     yield f"sequence {sequence.id}: block {block} is shared and being written"
 
 
@@ -227,7 +238,7 @@ ALL: tuple[Check, ...] = (
     content_matches_keys,
     index_is_findable,
     published_rows_are_committed,
-    shared_blocks_are_full_or_read_only,
+    shared_rows_are_committed,
     digest_is_kept,
 )
 

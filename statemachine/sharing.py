@@ -98,20 +98,37 @@ def _entry_of(draft: Draft, group: int, block: int) -> int:
 
 
 def forked(draft: Draft, event: ev.Forked) -> None:
-    """A child shares every row of a sequence that has committed rows only."""
-    parent = draft.sequence(event.seq)
-    if event.child <= draft.last_seq:
+    """A child shares every committed row of a sequence; rows that may be taken back are not shared.
+
+    The child is new, or was opened in the same namespace and has no rows.
+    """
+    parent, child = draft.sequence(event.seq), draft.sequences.get(event.child)
+    if child is None and event.child <= draft.last_seq:
         raise InvariantBroken(f"sequence id {event.child} was used before")
-    if parent.speculative or parent.pads or parent.preempted:
+    if child is not None and (child.offset or child.namespace != parent.namespace):
         raise InvariantBroken(
-            f"sequence {parent.id} is preempted, or has rows that may be taken back: it cannot fork"
+            f"sequence {child.id} has rows, or another namespace than sequence {parent.id}: it "
+            "cannot be its fork"
         )
+    if parent.preempted:
+        raise InvariantBroken(f"sequence {parent.id} is preempted: it cannot fork")
     if any(group.kind == OPAQUE for group in draft.geometry.groups):
         raise InvariantBroken("rows of an opaque group cannot be shared")
-    draft.last_seq = event.child
-    for group, table in enumerate(parent.tables):
+    draft.last_seq = max(draft.last_seq, event.child)
+    rows = parent.committed
+    tables = tuple(table[: draft.geometry.blocks_for(rows)] for table in parent.tables)
+    for group, table in enumerate(tables):
         draft.table_gains(event.child, group, 0, table)
         for block in table:
             if block != NO_BLOCK:
                 draft.group(group).hold(block, refs=1)
-    draft.put(None, structs.replace(parent, id=event.child))
+    shared = structs.replace(
+        parent,
+        id=event.child,
+        speculative=(),
+        pads=0,
+        tables=tables,
+        starts=tuple(min(start, rows) for start in parent.starts),
+        marks=tuple(min(mark, rows) if at % 2 else mark for at, mark in enumerate(parent.marks)),
+    )
+    draft.put(child, shared)

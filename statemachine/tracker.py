@@ -196,7 +196,11 @@ class Tracker:
 
     def forked(self, seq: int, child: int) -> None:
         parent = self.cursor(seq)
-        self._cursors[child] = self._new(list(parent.stream), parent.offset, parent.tail)
+        arrived, known = self._waiting.pop(child, None), self._cursors.get(child)
+        stream = arrived if arrived is not None else known.stream if known is not None else []
+        if not stream:
+            stream = list(parent.stream)
+        self._cursors[child] = self._new(stream, parent.offset - parent.tail)
 
     def sampled(
         self, pieces: Pieces, numbers: tuple[int, ...] | None, tokens: tuple[int, ...]

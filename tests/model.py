@@ -275,11 +275,15 @@ class Model:
 
     def _forked(self, event: ev.Forked) -> None:
         parent = self.sequences[event.seq]
+        old = self.sequences.get(event.child)
+        assert old is None or (not old.offset and old.namespace == parent.namespace)
         child = ModelSequence(parent.namespace, parent.groups)
-        child.tokens, child.cells = list(parent.tokens), list(parent.cells)
-        child.steps, child.starts = list(parent.steps), list(parent.starts)
-        child.tables = [list(table) for table in parent.tables]
-        assert event.child not in self.sequences
+        rows = len(parent.tokens)
+        child.tokens, child.cells = list(parent.tokens), list(parent.cells[:rows])
+        child.steps = list(parent.steps[:rows])
+        child.starts = [min(start, rows) for start in parent.starts]
+        blocks = -(-rows // self.geometry.block_size)
+        child.tables = [list(table[:blocks]) for table in parent.tables]
         self.sequences[event.child] = child
 
     def _blockpublished(self, event: ev.BlockPublished) -> None:

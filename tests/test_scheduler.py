@@ -56,8 +56,9 @@ def run_step(view: View, policy: Policy, token: int = 7) -> tuple[View, schedule
     plan = scheduler.plan_step(view, policy)
     view = scheduler.begin(view, plan)
     tokens = tuple(token + piece.seq for piece in plan.pieces if piece.samples)
-    events = scheduler.close_step(view, plan, tokens, ())
-    return scheduler.settle(view, plan, tokens, (), events), plan
+    outcomes = scheduler.outcomes(view, plan, tokens, ())
+    events = scheduler.close_step(view, plan, outcomes)
+    return scheduler.settle(view, plan, outcomes, events), plan
 
 
 def test_a_token_log_gives_back_any_slice_of_prompt_and_answer() -> None:
@@ -172,12 +173,12 @@ def test_a_batch_carries_tokens_positions_and_parameters_of_what_samples() -> No
     plan = scheduler.plan_step(view, policy)
     first = scheduler.batch(scheduler.begin(view, plan), plan).pieces[0]
     assert (first.tokens, first.pads, first.start) == (tuple(range(8)), 0, 0)
-    assert first.sample_position is None
+    assert first.samples == 0
     view, _ = run_step(view, policy)
     plan = scheduler.plan_step(view, policy)
     second = scheduler.batch(scheduler.begin(view, plan), plan).pieces[0]
     assert (second.tokens, second.pads, second.start) == ((8, 9, 10), 1, 8)
-    assert second.sample_position == 11
+    assert list(second.sample_positions) == [11]
     assert second.parameters == Parameters(8)
 
 
@@ -185,7 +186,9 @@ def test_closing_events_go_step_written_trim_publish_and_close_in_batch_order() 
     policy = Policy(max_batch_tokens=64, max_running=4, prefill_chunk=32, prefill_tile=8)
     view = view_of(pool(64), arrived(0, 5, max_tokens=1), arrived(1, 9, first=20))
     plan = scheduler.plan_step(view, policy)
-    events = scheduler.close_step(scheduler.begin(view, plan), plan, (1, 2), ())
+    view = scheduler.begin(view, plan)
+    outcomes = scheduler.outcomes(view, plan, (1, 2), ())
+    events = scheduler.close_step(view, plan, outcomes)
     kinds = [(type(e).__name__, getattr(e, "seq", None)) for e in events]
     assert kinds == [
         ("StepWritten", None),
@@ -208,23 +211,23 @@ def test_an_answer_ends_by_end_token_by_length_and_by_a_finished_input() -> None
     finished = (Finished(2, 1, "stop"), Finished(3, 0, "stop"))
     tokens = (9, 5, 6, 7)
     found = scheduler.outcomes(view, plan, tokens, finished)
-    assert [(o.token, o.reason) for o in found] == [
-        (None, "stop"),
-        (5, None),
-        (6, "stop"),
-        (None, "stop"),
+    assert [(o.tokens, o.reason) for o in found] == [
+        ((), "stop"),
+        ((5,), None),
+        ((6,), "stop"),
+        ((), "stop"),
     ]
-    events = scheduler.close_step(view, plan, tokens, finished)
+    events = scheduler.close_step(view, plan, found)
     assert [(e.seq, e.reason) for e in events if isinstance(e, Closed)] == [
         (0, "stop"),
         (2, "stop"),
         (3, "stop"),
     ]
-    view = scheduler.settle(view, plan, tokens, finished, events)
+    view = scheduler.settle(view, plan, found, events)
     assert view.running == (1,)
     plan = scheduler.plan_step(view, POLICY)
     found = scheduler.outcomes(scheduler.begin(view, plan), plan, (8,), ())
-    assert [(o.token, o.reason) for o in found] == [(8, "length")]
+    assert [(o.tokens, o.reason) for o in found] == [((8,), "length")]
 
 
 def test_planning_changes_nothing_and_gives_the_same_plan_twice() -> None:
@@ -244,7 +247,7 @@ def test_p10_a_decode_step_that_lacks_a_block_preempts_before_it_appends() -> No
     plan = scheduler.plan_step(view, policy)
     assert [e.seq for e in plan.events if isinstance(e, Preempted)] == [2]
     assert sorted(piece.seq for piece in plan.pieces) == [0, 1]
-    assert plan.waiting == (2,)
+    assert tuple(plan.waiting) == (2,)
 
 
 def test_the_row_with_the_fewest_answer_tokens_is_preempted_but_never_the_oldest() -> None:
@@ -360,9 +363,9 @@ def test_a_cancel_of_a_preempted_request_closes_its_sequence() -> None:
     view = view_of(pool(5), arrived(0, 4), arrived(1, 8), arrived(2, 3))
     for _ in range(2):
         view, _ = run_step(view, policy)
-    assert view.waiting == (2,)
+    assert tuple(view.waiting) == (2,)
     view = receive(view, RequestCancelled(2))
-    assert (view.waiting, view.closing) == ((), (2,))
+    assert (tuple(view.waiting), view.closing) == ((), (2,))
     view, plan = run_step(view, policy)
     assert plan.events[0] == Closed(2, "cancelled")
     assert 2 not in view.state.sequences
@@ -374,8 +377,8 @@ def test_a_step_that_only_closes_has_events_and_no_rows() -> None:
     plan = scheduler.plan_step(view, POLICY)
     assert (plan.events, plan.pieces, plan.idle) == ((Closed(0, "cancelled"),), (), False)
     view = scheduler.begin(view, plan)
-    assert scheduler.close_step(view, plan, (), ()) == ()
-    view = scheduler.settle(view, plan, (), (), ())
+    assert scheduler.close_step(view, plan, ()) == ()
+    view = scheduler.settle(view, plan, (), ())
     assert view.step == 3
     assert scheduler.plan_step(view, POLICY).idle
 
@@ -515,7 +518,7 @@ def test_a_failed_eval_sends_all_back_to_the_queue_with_their_tokens() -> None:
     view = scheduler.begin(view, plan)
     events = scheduler.fail_step(view, plan, "eval")
     view = scheduler.settle_failed(view, plan, "eval", (), events)
-    assert (view.running, view.waiting) == ((), (0, 1, 2))
+    assert (view.running, tuple(view.waiting)) == ((), (0, 1, 2))
     assert view.requests[0].stream.output() == (7,)
     assert view.state.free_blocks() == 64
     view, plan = run_step(view, policy)
@@ -553,9 +556,10 @@ def test_the_plan_on_tape_can_be_made_again_from_the_recorded_inputs() -> None:
             assert view.state.digest == record.digest
         elif isinstance(record, StepDone):
             assert plan is not None
-            events = scheduler.close_step(view, plan, record.tokens, ())
+            outcomes = scheduler.outcomes(view, plan, record.tokens, ())
+            events = scheduler.close_step(view, plan, outcomes)
             assert events == record.events
-            view = scheduler.settle(view, plan, record.tokens, (), events)
+            view = scheduler.settle(view, plan, outcomes, events)
             assert view.state.digest == record.digest
             count += 1
     assert count > 10
