@@ -42,8 +42,8 @@ class Played:
     adopted_rows: prompt rows that first admissions took from the prefix index. held_blocks: what
     is still held once all is over. arrived, ended: the steps before which a request came in and
     after which it ended. broken: too many steps failed in a row, the last of them with `failure`.
-    tape: its bytes, if in memory. status, clients: of the engine, and how many clients it knew, when nothing was left to do.
-    load: what was played.
+    tape: its bytes, if in memory. status, clients: of the engine, and how many clients it knew,
+    when nothing was left to do. load: what was played.
     """
 
     answers: tuple[tuple[int, ...], ...]
