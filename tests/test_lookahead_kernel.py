@@ -15,6 +15,7 @@ from msgspec import structs
 from kernel.batch import Batch, BuildFailed, EvalFailed, Piece, StepResult
 from kernel.fake import Failure, FakeKernel
 from kernel.families import groups_for
+from kernel.metadata import build, last_tokens
 from kernel.model_kernel import ModelKernel
 from kernel.shadow import EDGES, FULL
 from kernel.tiny import tiny_llama
@@ -134,15 +135,22 @@ def test_a_row_that_another_wrote_over_keeps_that_ones_tag() -> None:
     """Two sequences were given one block: what was written last is what stands there."""
     turns = Turns(tiny_kernel())
     turns.open(0, (1, 2, 3))
-    turns.open(1, (4, 5, 6))
-    first = turns.issue(turns.prompt(0), turns.prompt(1))
-    mine, other = turns.ahead(0), turns.ahead(1)
+    turns.open(1, (4, 5, 6, 7))
+    first = turns.issue(turns.prompt(0))
+    mine, other = turns.ahead(0), turns.prompt(1)
     clash = structs.replace(other.sequence, tables=mine.sequence.tables)
     turns.issue(mine, structs.replace(other, sequence=clash))
-    _, token = turns.kernel.collect(first).tokens
-    fed = structs.replace(clash.speculative[0], token=token)
-    told = structs.replace(clash, speculative=(fed,))
-    assert held(turns, {0: mine.sequence}) == {0: tag(turns, told)}
+    turns.kernel.collect(first)
+    assert held(turns, {0: mine.sequence}) == {0: tag(turns, clash)}
+
+
+def test_what_a_row_may_wait_for_is_the_last_of_several_samples() -> None:
+    turns = Turns(fake())
+    turns.open(0, (1, 2, 3))
+    turns.close(turns.issue(turns.prompt(0)), 1)
+    metadata = build(Batch(2, (turns.draft(0, (8, 9)),)), GEOMETRY)
+    assert metadata.sample_positions == (4, 5, 6)
+    assert last_tokens(metadata, (10, 11, 12)) == {0: 12}
 
 
 @BOTH
