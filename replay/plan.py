@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 
 from server import scheduler
-from server.closing import CLOSE
-from server.closing import PLAN as PLAN_STAGE
+from server.failing import CLOSE
+from server.failing import PLAN as PLAN_STAGE
 from server.policy import Policy, check
 from server.view import StepPlan, View, checkpoint, initial, receive, restore
 from statemachine.errors import CodecError, StateMachineError

@@ -4,8 +4,9 @@
     a step: view.receive(inputs) -> scheduler.plan_step -> capture.write -> kernel.issue, collect
             -> closing.close_step -> closing.settle -> clients.py (news to whoever asked)
     listen.py -> guard.py -> app.py -> wire.py, chat.py (a request's tokens) -> desk.py, stream.py
-    scheduler.py, admission.py, sharing.py, closing.py, view.py, tokenlog.py, policy.py are pure:
-    replay runs them again on a tape's inputs.
+    scheduler.py (draft.py, decoding.py, speculation.py, admission.py, reuse.py, sharing.py),
+    closing.py, failing.py, view.py, waiting.py, tokenlog.py and policy.py are pure: replay runs
+    them again on a tape's inputs.
 
 No file here touches a page array; only capture.py writes the tape.
 """

@@ -16,7 +16,6 @@ from __future__ import annotations
 import gc
 from collections import deque
 from collections.abc import Callable, Iterable
-from itertools import pairwise
 from typing import Protocol
 
 import structlog
@@ -28,7 +27,6 @@ from statemachine.records import (
     Finished,
     FlushRequested,
     Header,
-    Observation,
     Record,
     RequestArrived,
     RequestCancelled,
@@ -36,13 +34,13 @@ from statemachine.records import (
     StepDone,
     StepFailed,
     StepPlanned,
-    StepTimed,
     TapeEnded,
 )
 
 from . import scheduler
 from .clients import Clients
-from .closing import BUILD, CLOSE, EVAL, PLAN, VOID
+from .failing import BUILD, CLOSE, EVAL, PLAN, VOID
+from .flight import NOTHING, Flight, blame, timed
 from .policy import Policy
 from .submission import CANCELLED, ERROR, STOP, Sink, Update
 from .text import IncrementalDecoder
@@ -50,11 +48,6 @@ from .view import StepPlan, View, checkpoint, initial, receive
 
 FAILURES_MAX = 8
 """Failed steps in a row after which the engine stops."""
-
-NOTHING = StepResult(
-    Observation((0, 0), (0, 0), (0, 0), (0, 0), 0, (), (), (), ()), ShadowReport(), (), (), (), ()
-)
-"""The result of a step without rows, which never reaches the kernel."""
 
 log = structlog.get_logger()
 
@@ -102,16 +95,6 @@ class Arrival(Struct, frozen=True):
 
 
 Input = Arrival | RequestCancelled | FlushRequested
-
-
-class Flight:
-    """A step between its issue and its close; `error` where it could not be issued."""
-
-    def __init__(self, plan: StepPlan, times: list[float]) -> None:
-        self.plan = plan
-        self.times = times
-        self.ticket: object = None
-        self.error: Exception | None = None
 
 
 class Counters:
@@ -166,14 +149,14 @@ class Loop:
         False where there was nothing to do.
         """
         received = self._receive([*self._clients.take_lost(), *inputs])
-        moved = self._take_off(received) or bool(received)
+        issued = self._take_off(received)
         flights = self._flights
-        if flights and (not moved or self._due()):
+        if flights and (not issued or self._due()):
             self._land()
             while flights and flights[-1].error is not None:
                 self._land()
             return True
-        return moved
+        return issued or bool(received)
 
     def _due(self) -> bool:
         """Whether the oldest flight is to be read before the next step is planned."""
@@ -249,7 +232,7 @@ class Loop:
         try:
             result = self._collect(flight)
         except BuildFailed as error:
-            self._fail(plan, BUILD, error, _blame(plan, error))
+            self._fail(plan, BUILD, error, blame(plan, error))
             return
         except Exception as error:
             # Whatever is no BuildFailed leaves pages of which nothing is known.
@@ -299,7 +282,7 @@ class Loop:
             cached = before.requests[outcome.seq].cached_tokens
             self._clients.tell(Update(outcome.seq, outcome.tokens, outcome.reason, cached))
         times.append(self._clock())
-        self._unwritten += [*finished, done, _timed(plan.step, times)]
+        self._unwritten += [*finished, done, timed(plan.step, times)]
 
     def _stops(self, plan: StepPlan, tokens: tuple[int, ...]) -> tuple[Finished, ...]:
         """Feed new tokens to the requests that have stop strings; the ends that they came to."""
@@ -429,18 +412,3 @@ class Loop:
             log.exception("the tape could not be written; serving goes on without it")
             self.counters.capture_failures += 1
             self._capture = None
-
-
-def _blame(plan: StepPlan, error: BuildFailed) -> tuple[int, ...]:
-    """The request at fault: the one that the kernel names, or the only one in the step."""
-    seqs = [piece.seq for piece in plan.pieces]
-    if error.seq in seqs:
-        return (error.seq,) if error.seq is not None else ()
-    return (seqs[0],) if len(seqs) == 1 else ()
-
-
-def _timed(step: int, times: list[float]) -> StepTimed:
-    names = ("plan", "write", "forward", "close")
-    spans = zip(names, pairwise(times), strict=True)
-    parts = {name: round((end - start) * 1e6) for name, (start, end) in spans}
-    return StepTimed(step, parts)

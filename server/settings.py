@@ -64,6 +64,17 @@ class Settings:
     prefill_tile: int = _setting(1, "pad prompt pieces to a multiple of it; 1 pads nothing")
     prefill_cohort: bool = _setting(False, "pad all prompt pieces of a step to the longest")
     prefix_cache: bool = _setting(True, "share rows of equal prompt beginnings")
+    prefix_aware: bool = _setting(
+        True, "let a request wait while a running one computes more of its prompt"
+    )
+    lookahead: bool | None = _setting(
+        None, "issue a step before the last one's tokens are read (default: where it is faster)"
+    )
+    draft_tokens: int = _setting(
+        0, "tokens guessed ahead of an answer at most, by looking its end up in its own text"
+    )
+    lookup_ngram: int = _setting(3, "tokens at the end of a text that are looked up in it")
+    scheduling: str = _setting("fcfs", "fcfs, or priority: the lowest `priority` first")
     sanitize: str = _setting("edges", "rows whose tags are compared each step: edges, full or off")
     max_body_bytes: Size = _setting(DEFAULT_BODY, "largest request body")  # noqa: RUF009
     grace_s: float = _setting(5.0, "seconds that running requests get when the server stops")
@@ -78,6 +89,11 @@ class Settings:
             prefill_tile=self.prefill_tile,
             prefill_cohort=self.prefill_cohort,
             prefix_cache=self.prefix_cache,
+            prefix_aware=self.prefix_aware,
+            lookahead=bool(self.lookahead),
+            draft_tokens=self.draft_tokens,
+            lookup_ngram=self.lookup_ngram,
+            scheduling=self.scheduling,
         )
         if context_tokens is None:
             return policy

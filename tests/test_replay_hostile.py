@@ -176,7 +176,9 @@ def test_a_sample_of_a_piece_that_ends_inside_its_prompt_is_found_by_planning_ag
     assert "sampled, where pieces" in found.summary
 
 
-def test_a_cancel_between_a_plan_and_its_answer_is_a_plan_divergence(tmp_path: Path) -> None:
+def test_a_cancel_that_was_slipped_in_is_found_where_the_next_plan_does_not_close_it(
+    tmp_path: Path,
+) -> None:
     place = first_step(
         RECORDS,
         lambda it: (
@@ -187,8 +189,9 @@ def test_a_cancel_between_a_plan_and_its_answer_is_a_plan_divergence(tmp_path: P
     seq = next(e.seqs[0] for e in plan.events if isinstance(e, AppendedEach))
     records = [*RECORDS[: place + 1], RequestCancelled(seq), *RECORDS[place + 1 :]]
     found = divergence_of(tmp_path, records, depth="plan")
-    assert (found.kind, found.step) == (PLAN, plan.step)
-    assert f"request {seq} is not live at that point of the tape" in found.summary
+    assert (found.kind, found.step) == (PLAN, plan.step + 1)
+    closed = f'{{"type":"Closed","seq":{seq},"reason":"cancelled"}}'
+    assert found.values[0].derived == closed
 
 
 def test_columns_of_unequal_length_are_reported_and_shown(

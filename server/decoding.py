@@ -1,0 +1,160 @@
+"""Decoding: one row for each answer that goes on, drafts behind some, rows ahead of their tokens.
+
+The policy's part that runs in nearly every step, so that it costs little for a row. scheduler.py
+says who makes room for whom.
+"""
+
+from __future__ import annotations
+
+from statemachine import commands
+from statemachine.errors import PoolExhausted
+from statemachine.events import DECODE, DRAFT, LOOKAHEAD, Appended, AppendedEach, Event
+from statemachine.transitions import apply_all
+
+from .admission import limit_tokens
+from .draft import Draft
+from .policy import Policy
+from .speculation import Ngrams, followed_at, index, propose
+from .view import PlannedPiece, RequestState
+
+
+def decoding(draft: Draft) -> list[int]:
+    """Running sequences with one row left and an answer, in admission order."""
+    requests, sequences = draft.view.requests, draft.state.sequences
+    found = []
+    for seq in draft.running:
+        stream, sequence = requests[seq].stream, sequences[seq]
+        one_left = stream.length - sequence.committed == 1 and stream.length > len(stream.prompt)
+        if one_left and not sequence.speculative and not sequence.pads:
+            found.append(seq)
+    return found
+
+
+def sampling(draft: Draft) -> list[int]:
+    """Running sequences of the step in flight that may have a row before its tokens are read."""
+    samplers = {
+        piece.seq
+        for piece in draft.view.flights[-1].pieces
+        if piece.samples and piece.purpose != DRAFT and not piece.pads
+    }
+    return [seq for seq in draft.running if seq in samplers and not _waits_for_token(draft, seq)]
+
+
+def _waits_for_token(draft: Draft, seq: int) -> bool:
+    """Whether the token in flight is to be read first: it ends the answer, or drafts may follow."""
+    request, policy = draft.request(seq), draft.policy
+    stream = request.stream
+    if stream.length + 1 >= limit_tokens(draft.view, policy, request):
+        return True
+    if not policy.draft_tokens:
+        return False
+    at = followed_at(stream, ngrams_of(request, policy), policy.lookup_ngram)
+    return at is not None and at + 1 < stream.length
+
+
+def ngrams_of(request: RequestState, policy: Policy) -> Ngrams:
+    """The index of a request's stream; made here where nobody kept it."""
+    if request.ngrams is not None:
+        return request.ngrams
+    return index(request.stream, policy.lookup_ngram)
+
+
+def plan_ahead(draft: Draft, seqs: list[int]) -> None:
+    """A row without a token to each of `seqs`, the last ones left out while blocks are short."""
+    while seqs:
+        try:
+            events = commands.append_each(draft.state, draft.view.step, seqs, None, LOOKAHEAD)
+        except PoolExhausted:
+            last = max(n for n, seq in enumerate(seqs) if _takes_block(draft, seq))
+            seqs = seqs[:last] + seqs[last + 1 :]
+            continue
+        draft.do(events)
+        draft.pieces.extend(PlannedPiece(seq, 1, 0, LOOKAHEAD, 1) for seq in _order(events))
+        draft.rows_left -= len(seqs)
+        return
+
+
+def _takes_block(draft: Draft, seq: int) -> bool:
+    return any(commands.blocks_needed(draft.state, seq, 1))
+
+
+def plan_decode(draft: Draft, seqs: list[int]) -> None:
+    """One row to each of `seqs`, after whatever has to make room for them; drafts behind some of
+    them, as long as all find their blocks without that.
+    """
+    drafts = _drafts(draft, seqs) if draft.policy.draft_tokens else {}
+    if drafts and _plan_drafts(draft, seqs, drafts):
+        return
+    _plan_rows(draft, seqs)
+
+
+def _drafts(draft: Draft, seqs: list[int]) -> dict[int, tuple[int, ...]]:
+    """What may come next, where a text was read before; the step's other rows come first."""
+    policy, spare = draft.policy, draft.rows_left - len(seqs)
+    found = {}
+    for seq in seqs:
+        request = draft.request(seq)
+        limit = limit_tokens(draft.view, policy, request)
+        most = min(policy.draft_tokens, limit - request.stream.length - 1, spare)
+        if most > 0:
+            ngrams = ngrams_of(request, policy)
+            guess = propose(request.stream, ngrams, policy.lookup_ngram, most)
+            if guess:
+                found[seq] = guess
+                spare -= len(guess)
+    return found
+
+
+def _plan_drafts(draft: Draft, seqs: list[int], drafts: dict[int, tuple[int, ...]]) -> bool:
+    """Decode rows and drafts together; False, and nothing done, where blocks are short."""
+    requests, step = draft.view.requests, draft.view.step
+    state, events = draft.state, list[Event]()
+    plain = [seq for seq in seqs if seq not in drafts]
+    pieces: list[PlannedPiece] = []
+    try:
+        if plain:
+            tokens = tuple(requests[seq].stream.last() for seq in plain)
+            events += commands.append_each(state, step, plain, tokens, DECODE)
+            pieces += [PlannedPiece(seq, 1, 0, DECODE, 1) for seq in _order(tuple(events))]
+            state = apply_all(state, events)
+        for seq, guess in drafts.items():
+            fed = (requests[seq].stream.last(), *guess)
+            fresh = commands.append(state, seq, step, tokens=fed, purpose=DRAFT)
+            state = apply_all(state, fresh)
+            events += fresh
+            pieces.append(PlannedPiece(seq, len(fed), 0, DRAFT, len(fed)))
+    except PoolExhausted:
+        return False
+    draft.state = state
+    draft.events += events
+    draft.pieces += pieces
+    draft.rows_left -= sum(piece.rows for piece in pieces)
+    return True
+
+
+def _plan_rows(draft: Draft, seqs: list[int]) -> None:
+    """One row to each of `seqs`, after whatever has to make room for them."""
+    requests, step = draft.view.requests, draft.view.step
+    while seqs:
+        tokens = tuple(requests[seq].stream.last() for seq in seqs)
+        try:
+            events = commands.append_each(draft.state, step, seqs, tokens, DECODE)
+        except PoolExhausted:
+            draft.make_room()
+            seqs = [seq for seq in seqs if seq in draft.running]
+            continue
+        draft.do(events)
+        draft.pieces.extend(PlannedPiece(seq, 1, 0, DECODE, 1) for seq in _order(events))
+        draft.rows_left -= len(seqs)
+        return
+
+
+def _order(events: tuple[Event, ...]) -> list[int]:
+    """Sequences in the order in which decode events name them: the order of the batch."""
+    order: list[int] = []
+    for event in events:
+        if isinstance(event, AppendedEach):
+            order.extend(event.seqs)
+        elif isinstance(event, Appended):
+            order.append(event.seq)
+    return order

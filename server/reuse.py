@@ -1,0 +1,119 @@
+"""Reuse: which computed rows a request may start from, and which it had better wait for.
+
+Its parent's by a fork, what the prefix index holds, or none. Nothing is held for a request in the
+queue: what is there is looked up when it starts. Pure, a part of admission.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from statemachine import commands
+from statemachine.errors import IllegalCommand
+from statemachine.events import Event
+from statemachine.prefix import Hit
+from statemachine.sequence import written_rows
+from statemachine.state import State
+from statemachine.transitions import apply_all
+
+from .draft import Draft
+from .view import UNKNOWN, RequestState
+
+
+def _parent(draft: Draft, request: int) -> RequestState | None:
+    """The live request whose rows a request without an answer may share, if there is one."""
+    known = draft.request(request)
+    parent: RequestState | None = draft.view.requests.get(known.arrived.parent)
+    if parent is None or known.output_tokens:
+        return None
+    same = parent.arrived.tokens == known.arrived.tokens
+    return parent if same and parent.arrived.namespace == known.arrived.namespace else None
+
+
+def waits_for_parent(draft: Draft, request: int) -> bool:
+    """Whether the rows that it is to share are still to come."""
+    parent = _parent(draft, request)
+    if parent is None:
+        return False
+    number = parent.arrived.request
+    if number in draft.running:
+        return bool(draft.state.sequences[number].committed < len(parent.arrived.tokens))
+    # One that was preempted once, or stands behind, is not worth waiting for.
+    before = number < request and parent.priority <= draft.request(request).priority
+    return before and parent.cached_tokens == UNKNOWN
+
+
+def waits_for_prefix(draft: Draft, state: State, request: int, tokens: tuple[int, ...]) -> bool:
+    """Whether a running request will soon publish more of a prompt than can be found now."""
+    if not (draft.policy.prefix_aware and draft.policy.prefix_cache):
+        return False
+    size = state.geometry.block_size
+    namespace = draft.request(request).arrived.namespace
+    most = (len(tokens) - 1) // size
+    found: int | None = None
+    for seq in draft.running:
+        running = draft.request(seq)
+        if running.arrived.namespace != namespace or running.arrived.tokens[:size] != tokens[:size]:
+            continue
+        written = written_rows(state.sequences[seq], state.written_step)
+        if written >= len(running.arrived.tokens):
+            continue
+        shared = min(_common(running.arrived.tokens, tokens) // size, most) * size
+        if found is None:
+            found = commands.lookup(state, namespace, tokens[: most * size]).rows
+        if shared > max(found, written):
+            return True
+    return False
+
+
+def _common(left: tuple[int, ...], right: tuple[int, ...]) -> int:
+    """How many tokens two texts have in common from their start."""
+    low, high = 0, min(len(left), len(right))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if left[low:middle] == right[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def sharings(
+    draft: Draft, state: State, request: int, tokens: tuple[int, ...]
+) -> Iterator[tuple[Event, ...]]:
+    """Ways to share rows, best first: its parent's, what the index holds, none."""
+    forked = _fork(draft, state, request)
+    if forked is not None:
+        yield forked
+    for hit in _adoptions(draft, state, request):
+        yield commands.adopt(state, request, tokens, hit)
+
+
+def _fork(draft: Draft, state: State, request: int) -> tuple[Event, ...] | None:
+    """Share the parent's rows, all but the prompt's last, which yields this one's first token.
+
+    None where there is no parent, or its windows have moved on.
+    """
+    parent = _parent(draft, request)
+    if parent is None or parent.arrived.request not in draft.running:
+        return None
+    try:
+        forked = commands.fork(state, parent.arrived.request, request)
+        state = apply_all(state, forked)
+        rows = state.sequences[request].offset - (len(parent.arrived.tokens) - 1)
+        return forked + commands.trim(state, request, rows)
+    except IllegalCommand:
+        return None
+
+
+def _adoptions(draft: Draft, state: State, request: int) -> list[Hit | None]:
+    """What to bound the adoption by, best first; None takes all that the index holds.
+
+    Adopted blocks count beside all that a window holds at once. Where nothing else runs, and so
+    nothing will make room, a request must be able to start without them.
+    """
+    if draft.policy.prefix_cache and draft.running:
+        return [None]
+    namespace = draft.request(request).arrived.namespace
+    nothing = commands.lookup(state, namespace, ())
+    return [None, nothing] if draft.policy.prefix_cache else [nothing]
