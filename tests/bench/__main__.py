@@ -9,12 +9,12 @@ from pathlib import Path
 from kernel.blas import load_blas
 from kernel.bundled import BUNDLED
 
-from . import machine
+from . import growth, machine
 from .table import Table, about
 
 
 def main(arguments: list[str]) -> int:
-    """Sections by name: machine, model, http; all of them without a name."""
+    """Sections by name: machine, model, http, growth; all but growth without a name."""
     blas = load_blas()
     named = about(blas)
     print("\n".join(f"{name}: {value}" for name, value in named.items()))
@@ -28,6 +28,9 @@ def main(arguments: list[str]) -> int:
         machine.policy(table)
         machine.encoding(table)
         machine.tape(table)
+    if "growth" in sections:
+        growth.curves(table)
+        growth.profile()
     if "model" in sections:
         from kernel.weights import load_model
 

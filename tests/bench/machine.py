@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import zstandard
+from msgspec import structs
 
 from kernel.batch import Batch
 from kernel.fake import FakeKernel
@@ -23,12 +26,13 @@ from server.submission import Submission, Update
 from server.view import View, initial
 from statemachine import commands
 from statemachine.codec import TapeEncoder
-from statemachine.events import DECODE
+from statemachine.events import DECODE, LOOKAHEAD
 from statemachine.geometry import WINDOW, Geometry, Group
 from statemachine.records import (
     FORMAT,
     Header,
     Parameters,
+    Record,
     RequestArrived,
     StepDone,
     StepPlanned,
@@ -56,51 +60,84 @@ def _decoding_state(groups: tuple[Group, ...]) -> State:
 
 
 def state_machine(table: Table) -> None:
-    """`apply_all` of one decode step."""
+    """`append_each` and `apply_all` of one decode step, and of one with lookahead."""
+    seqs, tokens = tuple(range(ROWS)), tuple(range(ROWS))
     for name, groups in (("one group", ONE), ("two groups", TWO)):
         state = _decoding_state(groups)
-        seqs, tokens = tuple(range(ROWS)), tuple(range(ROWS))
         events = commands.append_each(state, 2, seqs, tokens, DECODE)
-        cost = median_us(lambda state=state, events=events: apply_all(state, events))
-        table.add(f"apply_all, {ROWS} decode rows, {name}", cost, "us")
+        ahead = commands.append_each(state, 2, seqs, None, LOOKAHEAD)
+        issued = apply_all(state, ahead)
+        learned = commands.commit_each(issued, seqs, tokens)
+        costs: dict[str, Callable[[], object]] = {
+            "append_each, decode": partial(commands.append_each, state, 2, seqs, tokens, DECODE),
+            "apply_all, decode": partial(apply_all, state, events),
+            "append_each, lookahead": partial(
+                commands.append_each, state, 2, seqs, None, LOOKAHEAD
+            ),
+            "apply_all, lookahead": partial(apply_all, state, ahead),
+            "commit_each": partial(commands.commit_each, issued, seqs, tokens),
+            "apply_all, commit_each": partial(apply_all, issued, learned),
+        }
+        for what, run in costs.items():
+            table.add(f"{what}, {ROWS} rows, {name}", median_us(run), "us")
 
 
-def _decoding_view() -> View:
-    view = initial(Geometry(block_size=16, groups=ONE))
-    for request in range(ROWS):
-        tokens = tuple(range(request, request + 97 + request % 16))
-        record = RequestArrived(request, "", tokens, Parameters(max_tokens=512))
-        view = scheduler.receive(view, record)
-    while view.waiting or any(
-        view.state.sequences[seq].committed < 97 + seq % 16 for seq in view.running
+def decoding_view(
+    rows: int = ROWS,
+    context: int = 97,
+    blocks: int = 4096,
+    policy: Policy = POLICY,
+    state: State | None = None,
+) -> View:
+    """`rows` running requests that decode, of which one in 16 stands at a block's edge.
+
+    context: tokens of the shortest prompt; state: a pool to begin with, in place of an empty one.
+    """
+    view = initial(Geometry(block_size=16, groups=(Group(num_blocks=blocks),)))
+    first = 0
+    if state is not None:
+        first = state.last_seq + 1
+        view = structs.replace(view, state=state, step=state.issued_step + 1)
+    lengths = {first + at: context + at % 16 for at in range(rows)}
+    for request, length in lengths.items():
+        tokens = tuple(range(request, request + length))
+        view = scheduler.receive(
+            view, RequestArrived(request, "", tokens, Parameters(max_tokens=512))
+        )
+    while len(view.running) < rows or any(
+        view.state.sequences[seq].committed < lengths[seq] for seq in view.running
     ):
-        view = _turn(view)
-    return _turn(view)
+        view = turn(view, policy)
+    return turn(view, policy)
 
 
-def _turn(view: View) -> View:
-    plan = scheduler.plan_step(view, POLICY)
+def turn(view: View, policy: Policy = POLICY) -> View:
+    """One step: planned, closed, settled; each sample is token 7."""
+    plan = scheduler.plan_step(view, policy)
     view = scheduler.begin(view, plan)
-    tokens = tuple(7 for piece in plan.pieces if piece.samples)
-    events = scheduler.close_step(view, plan, tokens)
-    return scheduler.settle(view, plan, tokens, (), events)
+    tokens = (7,) * sum(piece.samples for piece in plan.pieces)
+    outcomes = scheduler.outcomes(view, plan, tokens, ())
+    events = scheduler.close_step(view, plan, outcomes)
+    return scheduler.settle(view, plan, outcomes, events)
 
 
 def policy(table: Table) -> None:
     """plan_step, close_step and what stands around them, and the kernel's host side."""
-    view = _decoding_view()
+    view = decoding_view()
     plan = scheduler.plan_step(view, POLICY)
     begun = scheduler.begin(view, plan)
     tokens = (7,) * ROWS
-    events = scheduler.close_step(begun, plan, tokens)
+    outcomes = scheduler.outcomes(begun, plan, tokens, ())
+    events = scheduler.close_step(begun, plan, outcomes)
     batch: Batch = scheduler.batch(begun, plan)
     metadata: StepMetadata = build(batch, view.state.geometry)
     shadow = Shadow(view.state.geometry, "edges")
     costs = {
         "plan_step": median_us(lambda: scheduler.plan_step(view, POLICY)),
         "begin + batch": median_us(lambda: scheduler.batch(scheduler.begin(view, plan), plan)),
-        "close_step": median_us(lambda: scheduler.close_step(begun, plan, tokens)),
-        "settle": median_us(lambda: scheduler.settle(begun, plan, tokens, (), events)),
+        "outcomes": median_us(lambda: scheduler.outcomes(begun, plan, tokens, ())),
+        "close_step": median_us(lambda: scheduler.close_step(begun, plan, outcomes)),
+        "settle": median_us(lambda: scheduler.settle(begun, plan, outcomes, events)),
         "metadata": median_us(lambda: build(batch, view.state.geometry)),
         "shadow, edges": median_us(lambda: shadow.apply(batch, metadata)),
     }
@@ -163,13 +200,13 @@ def tape(table: Table) -> None:
 def encoding(table: Table) -> None:
     """The encoder's share of a decode step."""
     geometry = Geometry(block_size=16, groups=ONE)
-    records = []
+    records: list[Record] = []
 
     class Keep:
         checkpoint_due = False
         position = gaps = 0
 
-        def write(self, given: list[object]) -> None:
+        def write(self, given: list[Record]) -> None:
             records.extend(given)
 
         def close(self) -> None:
