@@ -14,6 +14,7 @@ from .sequence import NO_TOKEN, Sequence, Speculative, pack, written_rows
 
 SPECULATIVE_ROWS_MAX = 65_536
 """The most rows of one append that may be taken back."""
+_WITH_TOKENS = (*ev.COMMITTED_AT_ONCE, ev.DRAFT)
 
 
 def _check_step(draft: Draft, step: int, purpose: str) -> None:
@@ -71,7 +72,7 @@ def appended(draft: Draft, event: ev.Appended) -> None:
     _check_append(draft, old, event.step, event.purpose)
     if event.rows < 1:
         raise InvariantBroken(f"an append of {event.rows} rows to sequence {old.id}")
-    wants_tokens = event.purpose in (*ev.COMMITTED_AT_ONCE, ev.DRAFT)
+    wants_tokens = event.purpose in _WITH_TOKENS
     if not ((tokens is not None and len(tokens) == event.rows) if wants_tokens else tokens is None):
         raise InvariantBroken(
             f"an append of {event.rows} {event.purpose} rows to sequence {old.id} with "

@@ -32,6 +32,7 @@ def append_column(draft: Draft, event: AppendedEach) -> None:
     assert event.tokens is not None
     step, geometry, sequences, delta = event.step, draft.geometry, draft.sequences, 0
     size, written, blocks = geometry.block_size, draft.written_step, _blocks(draft)
+    width, pack_values = 0, packer(0)
     for seq, (token,) in zip(event.seqs, _split(pack(event.tokens)), strict=True):
         try:
             old = sequences[seq]
@@ -57,7 +58,10 @@ def append_column(draft: Draft, event: AppendedEach) -> None:
         root, starts, adopted = old.root, old.starts, old.adopted
         key = keys[-1] if keys else root
         values = (SEQUENCE, seq, root, committed, 0, 0, adopted * 2, key, *starts, *marks)
-        line = xxh3(packer(len(values))(*values) + tail)
+        if len(values) != width:
+            width = len(values)
+            pack_values = packer(width)
+        line = xxh3(pack_values(*values) + tail)
         delta += line - old.line
         sequences[seq] = Sequence(
             seq, old.namespace, root, committed, (), 0, keys, packed, tail,
@@ -77,6 +81,7 @@ def look_ahead_column(
     written, blocks = draft.written_step, _blocks(draft)
     rows = (Speculative(NO_TOKEN, step),)
     rows_bytes = b"".join(map(row_bytes, rows))
+    width, pack_values = 0, packer(0)
     for seq in event.seqs:
         old = sequences.get(seq)
         if old is None or old.speculative or old.pads or not old.tail:
@@ -95,7 +100,10 @@ def look_ahead_column(
         root, starts, adopted = old.root, old.starts, old.adopted
         key = keys[-1] if keys else root
         values = (SEQUENCE, seq, root, committed, 1, 0, adopted * 2, key, *starts, *marks)
-        line = xxh3(packer(len(values))(*values) + tail + rows_bytes)
+        if len(values) != width:
+            width = len(values)
+            pack_values = packer(width)
+        line = xxh3(pack_values(*values) + tail + rows_bytes)
         delta += line - old.line
         sequences[seq] = Sequence(
             seq, old.namespace, root, committed, rows, 0, keys, old.packed, tail,
@@ -113,6 +121,7 @@ def commit_column(
     """
     geometry, sequences, delta = draft.geometry, draft.sequences, 0
     size, rows = geometry.block_size, _split(pack(event.tokens))
+    width, pack_values = 0, packer(0)
     for seq, token, (token_bytes,) in zip(event.seqs, event.tokens, rows, strict=True):
         old = sequences.get(seq)
         if old is None or not _ends_in(old, token):
@@ -125,7 +134,10 @@ def commit_column(
         root, starts, adopted = old.root, old.starts, old.adopted
         key = keys[-1] if keys else root
         values = (SEQUENCE, seq, root, committed, 0, 0, adopted * 2, key, *starts, *marks)
-        line = xxh3(packer(len(values))(*values) + tail)
+        if len(values) != width:
+            width = len(values)
+            pack_values = packer(width)
+        line = xxh3(pack_values(*values) + tail)
         delta += line - old.line
         sequences[seq] = Sequence(
             seq, old.namespace, root, committed, (), 0, keys, packed, tail,

@@ -80,9 +80,14 @@ class Sequence(Struct, frozen=True, gc=False):
         return self.keys[index - 1] if index else self.root
 
 
+_pack_one = struct.Struct("<Q").pack
+
+
 def pack(tokens: tuple[int, ...] | list[int]) -> bytes:
     """Content ids as 8 little-endian bytes each. Raises InvariantBroken for what is no such id."""
     try:
+        if len(tokens) == 1:
+            return _pack_one(tokens[0])
         return struct.pack(f"<{len(tokens)}Q", *tokens)
     except struct.error as error:
         raise InvariantBroken("a token must be an unsigned 64-bit integer") from error
