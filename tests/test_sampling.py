@@ -153,3 +153,48 @@ def test_the_chosen_logit_is_reported_and_the_margin_is_the_top_twos() -> None:
     np.testing.assert_array_equal(np.array(got.logits), host[np.arange(64), tokens])
     ordered = np.sort(host, axis=-1)
     np.testing.assert_array_equal(np.array(got.margins), ordered[:, -1] - ordered[:, -2])
+
+
+NEXT = np.array([[0.0, 1.0, 0.3, -0.5], [0.8, 0.0, -0.3, 0.4], [0.2, 0.9, 0.0, 0.6], [1, 0, 1, 0]])
+"""Logits of a toy model: the next of four tokens by the last one."""
+LIKELIEST = NEXT.argmax(axis=1).tolist()
+UNLIKELY = NEXT.argmin(axis=1).tolist()
+
+
+def speculated(guesses: list[int], seeds: int, length: int, most: int) -> list[tuple[int, ...]]:
+    """Texts from token 0 on, one a seed: `most` guesses are fed behind the last token, each row is
+    drawn with its own position, and what was drawn after a wrong guess is dropped.
+    """
+    texts = [[0] for _ in range(seeds)]
+    while True:
+        short = [number for number, text in enumerate(texts) if len(text) <= length]
+        if not short:
+            return [tuple(text[1 : length + 1]) for text in texts]
+        fed, asked = [], []
+        for number in short:
+            rows = texts[number][-1:]
+            for _ in range(most):
+                rows.append(guesses[rows[-1]])
+            fed.append(rows)
+            first = len(texts[number])
+            asked += [(wanted(temperature=1.0, seed=number), first + at) for at in range(most + 1)]
+        logits = mx.array(NEXT[np.array(fed).reshape(-1)].astype(np.float32))
+        tokens = np.array(sample(logits, plan_samples(asked)).tokens).reshape(len(short), -1)
+        for number, rows, drawn in zip(short, fed, tokens.tolist(), strict=True):
+            stood = 0
+            while stood < most and rows[stood + 1] == drawn[stood]:
+                stood += 1
+            texts[number] += drawn[: stood + 1]
+
+
+@pytest.mark.parametrize("guesses", [LIKELIEST, UNLIKELY])
+def test_texts_by_accepted_and_rejected_guesses_follow_the_target(guesses: list[int]) -> None:
+    seeds, length = 6000, 3
+    texts = speculated(guesses, seeds, length, most=3)
+    places = [a * 16 + b * 4 + c for a, b, c in texts]
+    rows = np.stack([softmax(row.tolist()) for row in NEXT])
+    expected = rows[0][:, None, None] * rows[:, :, None] * rows[None, :, :]
+    counts = np.bincount(places, minlength=64)
+    # 63 degrees of freedom: 103.4 is exceeded once in a thousand
+    assert chi_square(counts, seeds * expected.reshape(-1)) < 103.4
+    assert texts == speculated([], seeds, length, most=0), "one row at a time"
