@@ -322,3 +322,23 @@ def test_commit_each_refuses_what_single_commits_refuse(
     state = run(looked_ahead(), (commands.open_sequence, 5))
     with pytest.raises(IllegalCommand):
         commands.commit_each(state, seqs, tokens)
+
+
+@pytest.mark.parametrize("purpose", ["decode", "lookahead"])
+@pytest.mark.parametrize(("written", "step"), [(1, 3), (1, 4), (2, 3), (2, 4), (3, 4)])
+def test_a_column_leaves_the_marks_that_single_appends_leave(
+    purpose: str, written: int, step: int
+) -> None:
+    """Of steps before, and of this one: a mark that is not needed goes, one that is stays."""
+    state = run(
+        prefilled(Geometry(16, (Group("full", 8),)), 3),
+        (commands.append, 0, 2, (5,), None, "decode"),
+        (commands.append, 0, 3, (6,), None, "decode"),
+    )
+    if written > 1:
+        state = run(state, (commands.step_written, written))
+    row = (7,) if purpose == "decode" else None
+    column = apply(state, ev.AppendedEach(step, (0,), row, purpose))
+    single = apply(state, ev.Appended(0, step, 1, row, ((),), purpose))
+    assert column == single
+    assert column.sequences[0].marks[-2:] == (step, 6)
