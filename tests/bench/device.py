@@ -67,6 +67,33 @@ def check() -> None:
         )
 
 
+def check_lookahead() -> None:
+    """A step issued before the last one was read draws the same tokens."""
+    from kernel.families import groups_for
+
+    model = tiny_llama(3)
+    geometry = Geometry(block_size=4, groups=groups_for(model, 64))
+    answers = []
+    for policy in (
+        Policy(),
+        Policy(lookahead=True),
+        Policy(draft_tokens=4, lookup_ngram=1),
+        Policy(lookahead=True, draft_tokens=4, lookup_ngram=1),
+    ):
+        engine = Engine(lambda policy=policy: Parts(ModelKernel(model, geometry), policy))
+        engine.open()
+        sinks = [_Tokens() for _ in range(5)]
+        for number, sink in enumerate(sinks):
+            prompt = tuple((number + place % 3) % 50 for place in range(5 + 3 * number))
+            engine.submit(Submission(prompt, Parameters(max_tokens=24)), sink)
+        while engine.step():
+            pass
+        answers.append([sink.tokens for sink in sinks])
+        engine.stop()
+    same = [answer == answers[0] for answer in answers]
+    print(f"lookahead, drafts, both: the same tokens as neither: {same[1:]}")
+
+
 def make(shape: dict[str, Any]) -> Any:
     """A model of a shape with random bfloat16 weights."""
     args = llama.ModelArgs(
@@ -86,10 +113,20 @@ class _Times:
         self.at += [time.perf_counter()] * len(update.tokens)
 
 
-def paged_ms(model: Any, batch: int) -> tuple[float, float]:
+class _Tokens:
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def __call__(self, update: Update) -> None:
+        self.tokens += update.tokens
+
+
+def paged_ms(model: Any, batch: int, lookahead: bool) -> tuple[float, float]:
     """Median milliseconds of a decode step through the engine, and GB beyond the pool."""
     geometry = Geometry(block_size=16, groups=(Group(num_blocks=batch * 40),))
-    policy = Policy(max_batch_tokens=8192, max_running=batch, prefill_chunk=2048)
+    policy = Policy(
+        max_batch_tokens=8192, max_running=batch, prefill_chunk=2048, lookahead=lookahead
+    )
     engine = Engine(lambda: Parts(ModelKernel(model, geometry, check=False), policy))
     engine.open()
     sink = _Times()
@@ -97,6 +134,9 @@ def paged_ms(model: Any, batch: int) -> tuple[float, float]:
         prompt = tuple((number * 7 + place) % 997 for place in range(CONTEXT_TOKENS))
         parameters = Parameters(max_tokens=STEPS)
         engine.submit(Submission(prompt, parameters), sink if number == 0 else _Times())
+    while engine.step() and not sink.at:
+        pass
+    mx.clear_cache()
     mx.reset_peak_memory()
     before = mx.get_active_memory()
     while engine.step():
@@ -124,13 +164,22 @@ def main() -> None:
     """Checks, then a table."""
     print(mx.default_device(), mx.device_info().get("device_name", ""))
     check()
-    print(f"{'shape':<12}{'rows':>5}{'paged ms':>10}{'mlx-lm ms':>11}{'over pool GB':>14}")
+    check_lookahead()
+    print(
+        f"{'shape':<12}{'rows':>5}{'paged ms':>10}{'ahead ms':>10}{'mlx-lm ms':>11}"
+        f"{'over pool GB':>14}{'ahead GB':>10}"
+    )
     for name, shape in SHAPES.items():
         model = make(shape)
         for batch in (1, 8, 32, 64):
-            paged, extra = paged_ms(model, batch)
+            paged, extra = paged_ms(model, batch, lookahead=False)
+            ahead, ahead_extra = paged_ms(model, batch, lookahead=True)
             dense = dense_ms(model, batch)
-            print(f"{name:<12}{batch:>5}{paged:>10.2f}{dense:>11.2f}{extra:>14.2f}", flush=True)
+            print(
+                f"{name:<12}{batch:>5}{paged:>10.2f}{ahead:>10.2f}{dense:>11.2f}"
+                f"{extra:>14.2f}{ahead_extra:>10.2f}",
+                flush=True,
+            )
         del model
         mx.clear_cache()
 
