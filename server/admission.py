@@ -40,10 +40,10 @@ def capacity_tokens(geometry: Geometry, policy: Policy) -> int:
     return min([policy.context_tokens, *rows])
 
 
-def limit_tokens(view: View, policy: Policy, request: RequestState) -> int:
+def limit_tokens(request: RequestState, capacity: int) -> int:
     """Prompt + answer at which a request ends with "length"."""
     asked = len(request.stream.prompt) + request.arrived.parameters.max_tokens
-    return min(asked, capacity_tokens(view.state.geometry, policy))
+    return asked if asked < capacity else capacity
 
 
 def refuse(geometry: Geometry, policy: Policy, submission: Submission, vocab_size: int = 0) -> None:

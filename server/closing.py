@@ -24,7 +24,7 @@ from statemachine.sequence import Sequence
 from statemachine.state import State
 from statemachine.transitions import apply_all
 
-from .admission import capacity_tokens
+from .admission import capacity_tokens, limit_tokens
 from .speculation import accepted, extend
 from .submission import LENGTH, STOP
 from .view import PlannedPiece, RequestState, StepPlan, View
@@ -95,7 +95,7 @@ def _outcome(
     capacity: int,
 ) -> Outcome:
     parameters, length = request.arrived.parameters, request.stream.length
-    left = min(len(request.stream.prompt) + parameters.max_tokens, capacity) - length
+    left = limit_tokens(request, capacity) - length
     kept, reason = len(tokens), None
     for at, token in enumerate(tokens):
         if token in parameters.end_tokens:

@@ -11,7 +11,7 @@ from statemachine.errors import PoolExhausted
 from statemachine.events import DECODE, DRAFT, LOOKAHEAD, Appended, AppendedEach, Event
 from statemachine.transitions import apply_all
 
-from .admission import limit_tokens
+from .admission import capacity_tokens, limit_tokens
 from .draft import Draft
 from .policy import Policy
 from .speculation import Ngrams, followed_at, index, propose
@@ -37,14 +37,19 @@ def sampling(draft: Draft) -> list[int]:
         for piece in draft.view.flights[-1].pieces
         if piece.samples and piece.purpose != DRAFT and not piece.pads
     }
-    return [seq for seq in draft.running if seq in samplers and not _waits_for_token(draft, seq)]
+    requests, policy = draft.view.requests, draft.policy
+    capacity = capacity_tokens(draft.state.geometry, policy)
+    return [
+        seq
+        for seq in draft.running
+        if seq in samplers and not _waits_for_token(requests[seq], policy, capacity)
+    ]
 
 
-def _waits_for_token(draft: Draft, seq: int) -> bool:
+def _waits_for_token(request: RequestState, policy: Policy, capacity: int) -> bool:
     """Whether the token in flight is to be read first: it ends the answer, or drafts may follow."""
-    request, policy = draft.request(seq), draft.policy
     stream = request.stream
-    if stream.length + 1 >= limit_tokens(draft.view, policy, request):
+    if stream.length + 1 >= limit_tokens(request, capacity):
         return True
     if not policy.draft_tokens:
         return False
@@ -91,11 +96,12 @@ def plan_decode(draft: Draft, seqs: list[int]) -> None:
 def _drafts(draft: Draft, seqs: list[int]) -> dict[int, tuple[int, ...]]:
     """What may come next, where a text was read before; the step's other rows come first."""
     policy, spare = draft.policy, draft.rows_left - len(seqs)
+    capacity = capacity_tokens(draft.state.geometry, policy)
     found = {}
     for seq in seqs:
         request = draft.request(seq)
-        limit = limit_tokens(draft.view, policy, request)
-        most = min(policy.draft_tokens, limit - request.stream.length - 1, spare)
+        left = limit_tokens(request, capacity) - request.stream.length
+        most = min(policy.draft_tokens, left - 1, spare)
         if most > 0:
             ngrams = ngrams_of(request, policy)
             guess = propose(request.stream, ngrams, policy.lookup_ngram, most)
