@@ -13,7 +13,7 @@ import numpy.typing as npt
 from msgspec import structs
 
 from statemachine.geometry import Geometry
-from statemachine.sequence import Sequence, pack
+from statemachine.sequence import NO_TOKEN, Sequence, pack
 from statemachine.tags import UNWRITTEN, committed_tags, pending_tag, row_tag, sequence_tags
 
 Tags = npt.NDArray[np.uint64]
@@ -23,6 +23,12 @@ SEQUENCES_MAX = 4096
 TOKEN_BYTES = 8
 BLOCKS_MAX = 1 << 16
 """Full blocks whose tags are remembered by key."""
+
+
+def is_pending(sequence: Sequence) -> bool:
+    """Whether it ends in a row whose token it does not know."""
+    rows = sequence.speculative
+    return bool(rows) and rows[-1].token == NO_TOKEN and not sequence.pads
 
 
 class Expected:
@@ -43,18 +49,14 @@ class Expected:
     def row(self, sequence: Sequence, position: int) -> int:
         """One row, at most one hash where it is committed."""
         if position >= sequence.committed:
+            if position == sequence.offset - 1 and is_pending(sequence):
+                return pending_tag(sequence.id, position, sequence.speculative[-1].step)
             return self.rows(sequence, position, position + 1)[0]
         index, row = divmod(position, self._geometry.block_size)
         if row == self._geometry.block_size - 1:
             return sequence.keys[index]
         tokens = sequence.block_tokens(index)[: (row + 1) * TOKEN_BYTES]
         return row_tag(self._geometry, sequence.block_parent(index), tokens)
-
-    def pending(self, sequence: Sequence) -> int:
-        """The last speculative row, as long as its token is not known."""
-        last = sequence.speculative[-1]
-        position = sequence.committed + len(sequence.speculative) - 1
-        return pending_tag(sequence.id, position, last.step)
 
     def fed(self, sequence: Sequence, token: int) -> int:
         """The last speculative row, once it is known that `token` was fed there."""

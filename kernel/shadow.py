@@ -23,11 +23,11 @@ from attrs import define, field, frozen
 from statemachine.events import NO_BLOCK, BlockCopied
 from statemachine.geometry import Geometry
 from statemachine.records import ShadowFinding, ShadowReport
-from statemachine.sequence import NO_TOKEN, Sequence
+from statemachine.sequence import Sequence
 from statemachine.tags import UNWRITTEN
 
 from .batch import Batch
-from .expected import Expected, Tags
+from .expected import Expected, Tags, is_pending
 from .metadata import Ints, Longs, StepMetadata
 
 EDGES = "edges"
@@ -53,7 +53,7 @@ class Shadow:
         self._tables: OrderedDict[int, tuple[Ints, ...]] = OrderedDict()
         self._last: tuple[tuple[int, ...], tuple[Ints, ...]] = ((), ())
         self._newest_step = 0
-        self._waiting: dict[int, list[_Pending]] = {}
+        self._waiting: dict[int, _Pending] = {}
         """By the step that samples their tokens."""
         self.reset()
 
@@ -84,7 +84,7 @@ class Shadow:
         """
         if self._mode == OFF:
             return ShadowReport()
-        newest = self._write(batch, metadata)
+        newest, pending = self._write(batch, metadata)
         report = _Report()
         for group, spec in enumerate(self._geometry.groups):
             if spec.paged and self._mode == FULL:
@@ -92,52 +92,44 @@ class Shadow:
             elif spec.paged:
                 self._compare_edges(batch, metadata, group, newest, report)
         self._last = (metadata.seqs, metadata.tables)
-        self._follow_pending(batch, metadata)
+        if pending is not None:
+            self._follow(batch, pending)
+        self._newest_step = metadata.step
         return report.frozen()
 
     def learn(self, step: int, tokens: Mapping[int, int]) -> None:
         """A step's samples are known, by sequence the last: rows that were fed them get tags."""
-        rows = self._waiting.pop(step, [])
-        self._retag([(row, tokens[row.sequence.id]) for row in rows])
+        rows = self._waiting.pop(step, None)
+        if rows is not None:
+            self._retag(rows, [tokens[it.id] for it in rows.sequences])
 
-    def _follow_pending(self, batch: Batch, metadata: StepMetadata) -> None:
-        """Rows whose token the sequence does not know: tag those that the piece has a token for
-        (a replay), keep the others until it is sampled.
+    def _follow(self, batch: Batch, pending: _Pending) -> None:
+        """Rows whose token the sequence does not know: tag them where the pieces have it (in a
+        replay), else keep them until it was sampled.
         """
-        known: list[tuple[_Pending, int]] = []
-        waiting: list[_Pending] = []
-        for number, piece in enumerate(batch.pieces):
-            sequence = piece.sequence
-            if not sequence.speculative or sequence.speculative[-1].token != NO_TOKEN:
-                continue
-            place = sequence.committed + len(sequence.speculative) - 1 - piece.start
-            row = _Pending(sequence, metadata.slots[:, metadata.first[number] + place])
-            if place < len(piece.tokens):
-                known.append((row, piece.tokens[place]))
-            else:
-                waiting.append(row)
-        self._retag(known)
-        if waiting:
-            self._waiting[self._newest_step] = waiting
-        self._newest_step = metadata.step
+        told = [batch.pieces[number] for number in pending.numbers]
+        if any(piece.pending for piece in told):
+            self._waiting[self._newest_step] = pending
+        else:
+            self._retag(pending, [piece.tokens[-1] for piece in told])
 
-    def _retag(self, rows: list[tuple[_Pending, int]]) -> None:
+    def _retag(self, rows: _Pending, tokens: list[int]) -> None:
         """Give pending rows the tags of their tokens, where nothing else was written since."""
-        if not rows:
-            return
-        old = np.array([self._expected.pending(row.sequence) for row, _ in rows], np.uint64)
-        new = [self._expected.fed(row.sequence, token) for row, token in rows]
-        slots = np.stack([row.slots for row, _ in rows], axis=1)
-        for tags, spec, places in zip(self.tags, self._geometry.groups, slots, strict=True):
+        fed = map(self._expected.fed, rows.sequences, tokens)
+        new = np.fromiter(fed, np.uint64, len(tokens))
+        for tags, spec, slots in zip(self.tags, self._geometry.groups, rows.slots, strict=True):
             if spec.paged:
-                held = tags[places]
-                tags[places] = np.where(held == old, np.array(new, np.uint64), held)
+                held = tags[slots]
+                tags[slots] = np.where(held == rows.tags, new, held)
 
-    def _write(self, batch: Batch, metadata: StepMetadata) -> list[int]:
-        """Tag the step's rows with what their sequences say they are; each piece's last tag."""
+    def _write(self, batch: Batch, metadata: StepMetadata) -> tuple[list[int], _Pending | None]:
+        """Tag the step's rows with what their sequences say they are. Returns each piece's last
+        tag, and the pieces that end in a row whose token is not known.
+        """
         written: list[int] = []
         newest: list[int] = []
-        for piece in batch.pieces:
+        pending: list[int] = []
+        for number, piece in enumerate(batch.pieces):
             sequence, rows = piece.sequence, piece.rows
             end = sequence.offset
             if rows == 1:
@@ -145,11 +137,17 @@ class Shadow:
             else:
                 written.extend(self._expected.rows(sequence, end - rows, end))
             newest.append(written[-1])
+            if is_pending(sequence):
+                pending.append(number)
         tags = np.array(written, np.uint64)
         for group, spec in enumerate(self._geometry.groups):
             if spec.paged:
                 self.tags[group][metadata.slots[group]] = tags
-        return newest
+        if not pending:
+            return newest, None
+        places = (metadata.first + metadata.rows - 1)[pending]
+        sequences = [batch.pieces[number].sequence for number in pending]
+        return newest, _Pending(pending, sequences, metadata.slots[:, places], tags[places])
 
     def _compare_all(
         self, batch: Batch, metadata: StepMetadata, group: int, report: _Report
@@ -262,10 +260,14 @@ class _Check:
 
 @frozen(eq=False)
 class _Pending:
-    """The last speculative row of `sequence`, whose token it does not know; slots: [G]."""
+    """Pieces that end in a row whose token is not known, [Q]: numbers, sequences, slots [G, Q], and
+    the tags that the rows were given.
+    """
 
-    sequence: Sequence
+    numbers: list[int]
+    sequences: list[Sequence]
     slots: Ints
+    tags: Tags
 
 
 @define
