@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import argparse
+from collections.abc import Iterable, Iterator
 
 from statemachine.events import Closed, Event, PoolReset
 from statemachine.records import (
@@ -17,12 +18,33 @@ from statemachine.records import (
 )
 from statemachine.sequence import NO_TOKEN
 
+from .arguments import TAPE_HELP, number
 from .divergence import Diverged, concerns, text_for
 from .errors import Unusable
 from .fold import AT_END, Fold
 from .reader import Tape
 
 _TOKENS_SHOWN = 12
+
+
+def main(arguments: list[str]) -> int:
+    """`replay show`."""
+    parser = argparse.ArgumentParser(
+        prog="replay show", description="What a tape says about a step or a sequence."
+    )
+    parser.add_argument("tape", help=TAPE_HELP)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--at", type=number, metavar="STEP", help="a step's records")
+    what.add_argument("--seq", type=number, metavar="ID", help="a sequence's events")
+    given = parser.parse_args(arguments)
+    lines: Iterable[str] = (
+        step_lines(given.tape, given.at)
+        if given.at is not None
+        else sequence_lines(given.tape, given.seq)
+    )
+    for line in lines:
+        print(line)
+    return 0
 
 
 def step_lines(path: str, step: int) -> Iterator[str]:

@@ -1,0 +1,29 @@
+"""Arguments: what several commands' options have in common."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+
+TAPE_HELP = "a capture: file, .zst, folder of segments, or - (stdin)"
+
+
+def number(text: str) -> int:
+    """A whole number of 0 or more, for argparse."""
+    if text.isdecimal():
+        return int(text)
+    raise argparse.ArgumentTypeError(f"must be a whole number of 0 or more, not {text!r}")
+
+
+def margin(text: str) -> float:
+    """A number of 0 or more, for argparse."""
+    with contextlib.suppress(ValueError):
+        if (value := float(text)) >= 0:
+            return value
+    raise argparse.ArgumentTypeError(f"must be a number of 0 or more, not {text!r}")
+
+
+def tell(text: str) -> None:
+    """A line for a person, on the error stream."""
+    print(f"replay: {text}", file=sys.stderr)
