@@ -40,6 +40,7 @@ from statemachine.transitions import apply, apply_all
 
 from .divergence import CRASH, FOLD, Diverged, Divergence, History, Values, event_text
 from .errors import Unusable
+from .flights import Flights
 from .observed import Observer, Pieces
 from .soundness import require_sound
 
@@ -48,8 +49,6 @@ _LENGTHS_STAY = frozenset({StepWritten, BlockPublished, BlockEvicted})
 offsets are those of before, for less work.
 """
 
-OFF = "off"
-"""The sanitizer's mode in which no row is compared (kernel/shadow.py)."""
 EVAL = "eval"
 """The stage of a StepFailed after which the pages hold garbage."""
 EACH_EVENT = "event"
@@ -80,7 +79,7 @@ class Fold:
     def __init__(self, invariants: str = EACH_STEP, only: int | None = None) -> None:
         self.counts = Counts()
         self.history = History()
-        self.pieces: dict[int, Pieces] = {}
+        self.pieces = Flights()
         self.first_failed: StepFailed | None = None
         self._invariants = invariants
         self._observer: Observer | None = None
@@ -122,9 +121,7 @@ class Fold:
                 self._state = new_state(record.geometry)
             except ValueError as error:
                 raise Unusable(f"the tape's header makes no sense: {error}") from error
-            self._observer = Observer(
-                record.geometry, self.history, self._only, record.sanitize != OFF
-            )
+            self._observer = Observer(record.geometry, self.history, self._only, record.sanitize)
         self._header = record
 
     def _checkpoint(self, record: Checkpoint) -> None:
@@ -150,6 +147,9 @@ class Fold:
     def _planned(self, record: StepPlanned) -> None:
         if record.step in self.pieces:
             self._crash(f"step {record.step} was planned again")
+        wrong = self.pieces.wrong_plan()
+        if wrong:
+            self._fold(record.step, "StepPlanned", -1, None, wrong)
         self._apply(record.step, "StepPlanned", record.events)
         self._compare_digest(record.step, "StepPlanned", record.digest)
         self._last_planned = record.step
@@ -168,9 +168,7 @@ class Fold:
         return Pieces(seqs, rows, found, places, record.events)
 
     def _done(self, record: StepDone) -> None:
-        pieces = self.pieces.pop(record.step, None)
-        if pieces is None:
-            self._fold(record.step, "StepDone", -1, None, "it was never planned")
+        pieces = self._answered(record.step, "StepDone")
         if self._observer is not None:
             self._observer.compare(record, pieces)
         self._apply(record.step, "StepDone", record.events)
@@ -179,9 +177,15 @@ class Fold:
         self._compare_digest(record.step, "StepDone", record.digest)
         self.counts.steps += 1
 
+    def _answered(self, step: int, kind: str, stage: str = "") -> Pieces:
+        """The batch of the step that a record answers."""
+        wrong = self.pieces.wrong_answer(step, stage)
+        if wrong:
+            self._fold(step, kind, -1, None, wrong)
+        return self.pieces.answered(step, stage)
+
     def _failed(self, record: StepFailed) -> None:
-        if self.pieces.pop(record.step, None) is None:
-            self._fold(record.step, "StepFailed", -1, None, "it was never planned")
+        self._answered(record.step, "StepFailed", record.stage)
         if record.stage == EVAL and PoolReset() not in record.events:
             what = "its eval failed, so the pages are lost, but the pool was not reset (PoolReset)"
             first = record.events[0] if record.events else None

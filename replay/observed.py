@@ -34,6 +34,11 @@ from .divergence import (
 
 _T = TypeVar("_T")
 
+OFF = "off"
+"""The sanitizer's mode in which no row is compared (kernel/shadow.py)."""
+FULL = "full"
+"""The one in which each row that is read is compared."""
+
 _NO_ROWS = Observation((0, 0), (0, 0), (0, 0), (0, 0), 0, (), (), (), ())
 
 
@@ -71,10 +76,10 @@ class Observer:
     """Compares observations and shadow reports with the state."""
 
     def __init__(
-        self, geometry: Geometry, history: History, only: int | None, sanitized: bool = False
+        self, geometry: Geometry, history: History, only: int | None, sanitize: str = OFF
     ) -> None:
         self._geometry = geometry
-        self._sanitized = sanitized
+        self._sanitize = sanitize
         self._history = history
         self._only = only
         self._paged = any(group.paged for group in geometry.groups)
@@ -91,9 +96,9 @@ class Observer:
         starts = [end - rows for end, rows in zip(ends, pieces.rows, strict=True)]
         self._compare_columns(record, pieces, starts, ends)
         self._compare_counters(record, pieces)
-        self._compare_checked(record, pieces)
         if record.shadow.found:
             self._content(record, pieces)
+        self._compare_checked(record, pieces)
         sampled = record.sampled
         if not _are_pieces(sampled, pieces.rows):
             wanted = f"some of the pieces below {len(pieces.seqs)}, in order"
@@ -156,15 +161,33 @@ class Observer:
         return tuple(zip(*columns, strict=True))
 
     def _compare_checked(self, record: StepDone, pieces: Pieces) -> None:
-        """The sanitizer looked, at the least, at the last row of each piece in each paged group."""
-        if not self._sanitized:
+        """The sanitizer looked, at the least, at the last row of each piece in each paged group;
+        in its full mode at each row that some row of a piece attends to.
+        """
+        if self._sanitize == OFF:
             return
-        least = len(pieces.seqs) * sum(group.paged for group in self._geometry.groups)
-        if record.shadow.checked < least:
-            checked = record.shadow.checked
-            what = f"only {checked} rows in the pages were compared, and at least {least} are due"
-            values = (Values("rows compared", checked, least, None),)
+        checked, full = record.shadow.checked, self._sanitize == FULL
+        due = len(pieces.seqs) * sum(group.paged for group in self._geometry.groups)
+        if full:
+            due = self._read(pieces)
+        if checked < due or (full and checked > due):
+            least = "" if full else "at least "
+            what = f"{checked} rows in the pages were compared, and {least}{due} are due"
+            values = (Values("rows compared", checked, due, None),)
             self._raise(record, pieces, -1, what, values, "", kind=CONTENT)
+
+    def _read(self, pieces: Pieces) -> int:
+        """Rows that a step's attention reads, once for each piece and group."""
+        count = 0
+        columns = zip(pieces.sequences, pieces.starts, pieces.ends, strict=True)
+        for sequence, start, end in columns:
+            for group, spec in enumerate(self._geometry.groups):
+                if spec.paged:
+                    low = sequence.starts[group]
+                    if spec.kind == WINDOW:
+                        low = max(low, start - spec.window + 1)
+                    count += end - low + min(spec.sink, low)
+        return count
 
     def _compare_counters(self, record: StepDone, pieces: Pieces) -> None:
         """Each layer's cache took all rows in one update, and used this step's metadata."""
