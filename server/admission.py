@@ -118,13 +118,11 @@ def admit(draft: Draft) -> None:
     skipped: list[int] = []
     started: list[int] = []
     for request in draft.waiting.first(LOOK_AHEAD):
-        if len(started) == room:
+        if len(started) == room or any(_passes(draft, it) >= PASSES_MAX for it in skipped):
             break
         found = _try(draft, request)
         if found is None:
             skipped.append(request)
-            if _passes(draft, request) >= PASSES_MAX:
-                break
             continue
         draft.do(found)
         draft.running.append(request)

@@ -142,7 +142,11 @@ class Loop:
         """Whether a step would find something to do without any input."""
         view = self.view
         waits = self._clients.lost or self._unwritten or self._flights
-        return bool(waits or view.requests or view.closing or view.flush)
+        if waits or view.requests or view.closing:
+            return True
+        # A flush of an empty index makes no step; the next plan is rid of it.
+        state = view.state
+        return view.flush and any(state.cached_blocks(group) for group in state.paged_groups())
 
     def step(self, inputs: Iterable[Input] = ()) -> bool:
         """One turn: take inputs, plan and issue a step, read the oldest in flight where it is due.

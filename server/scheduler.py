@@ -96,9 +96,9 @@ def _fill(draft: Draft) -> None:
     if view.alone:
         _plan_alone(draft, view.alone[0])
         return
-    plan_decode(draft, decoding(draft))
-    if view.flights:
-        plan_ahead(draft, sampling(draft))
+    ahead = sampling(draft) if view.flights else []
+    plan_decode(draft, decoding(draft), len(ahead))
+    plan_ahead(draft, ahead)
     if draft.waiting.chunks and not draft.preempted:
         admit(draft)
     _plan_prompts(draft, draft.prompts())
