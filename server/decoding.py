@@ -83,19 +83,19 @@ def _takes_block(draft: Draft, seq: int) -> bool:
     return any(commands.blocks_needed(draft.state, seq, 1))
 
 
-def plan_decode(draft: Draft, seqs: list[int], ahead: int = 0) -> None:
+def plan_decode(draft: Draft, seqs: list[int]) -> None:
     """One row to each of `seqs`, after whatever has to make room for them; drafts behind some of
-    them, as long as all find their blocks without that. `ahead`: lookahead rows that follow.
+    them, as long as all find their blocks without that.
     """
-    drafts = _drafts(draft, seqs, ahead) if draft.policy.draft_tokens else {}
+    drafts = _drafts(draft, seqs) if draft.policy.draft_tokens else {}
     if drafts and _plan_drafts(draft, seqs, drafts):
         return
     _plan_rows(draft, seqs)
 
 
-def _drafts(draft: Draft, seqs: list[int], ahead: int) -> dict[int, tuple[int, ...]]:
+def _drafts(draft: Draft, seqs: list[int]) -> dict[int, tuple[int, ...]]:
     """What may come next, where a text was read before; rows of one token each come first."""
-    policy, spare = draft.policy, draft.rows_left - len(seqs) - ahead
+    policy, spare = draft.policy, draft.rows_left - len(seqs)
     capacity = capacity_tokens(draft.state.geometry, policy)
     found = {}
     for seq in seqs:

@@ -97,7 +97,9 @@ def _fill(draft: Draft) -> None:
         _plan_alone(draft, view.alone[0])
         return
     ahead = sampling(draft) if view.flights else []
-    plan_decode(draft, decoding(draft), len(ahead))
+    draft.rows_left -= len(ahead)  # drafts are made of what rows of one token each leave
+    plan_decode(draft, decoding(draft))
+    draft.rows_left += len(ahead)
     plan_ahead(draft, ahead)
     if draft.waiting.chunks and not draft.preempted:
         admit(draft)
