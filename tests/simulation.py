@@ -15,7 +15,10 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from .simulation_check import Wrong, check_load, thorough
+from server.policy import PRIORITY
+from statemachine.events import DRAFT, LOOKAHEAD, BlockCopied, Forked, Preempted, Rewound
+
+from .simulation_check import ACCEPTED, Wrong, check_load, thorough
 from .simulation_load import Load, literal
 from .simulation_minimize import minimise
 from .simulation_play import Played
@@ -64,6 +67,14 @@ def happened(played: Played) -> list[str]:
         "lost client": "gone" in reasons,
         "refusal": "refused" in reasons,
         "window": len(load.geometry.groups) > 1,
+        "lookahead": played.had[LOOKAHEAD] > 0,
+        "drafts": played.had[DRAFT] > 0,
+        "accepted drafts": played.had[ACCEPTED] > 0,
+        "rewound rows": played.had[Rewound.__name__] > 0,
+        "copied block": played.had[BlockCopied.__name__] > 0,
+        "fork": played.had[Forked.__name__] > 0,
+        "flush": bool(load.flush_at),
+        "priority": load.policy.scheduling == PRIORITY and played.had[Preempted.__name__] > 0,
         "engine stopped": load.stop_at is not None or played.broken,
     }
     return [name for name, did in found.items() if did]

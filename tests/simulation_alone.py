@@ -16,7 +16,7 @@ from server.submission import LENGTH, STOP
 from statemachine.geometry import Geometry
 from statemachine.tags import root_key, row_tag
 
-from .simulation_load import VOCAB, Load, Request
+from .simulation_load import Load, Request
 from .simulation_play import tokenizer
 
 _pack = struct.Struct("<Q").pack
@@ -34,7 +34,8 @@ def alone(load: Load, request: Request) -> tuple[tuple[int, ...], str]:
     while True:
         position = len(request.tokens) + len(answer)
         packed = struct.pack("<QQQ", tags.last(), seed % 2**64, position if seed else 0)
-        token = xxh3_64_intdigest(packed) % VOCAB
+        told = load.told(0, position)
+        token = xxh3_64_intdigest(packed) % load.vocab if told is None else told
         if token in request.end_tokens:
             return tuple(answer), STOP
         answer.append(token)

@@ -18,16 +18,19 @@ are on tape, and compared.
 the requests that were live at some time while it was, itself included, and F the steps that failed
 meanwhile:
 
-    sum over live of (pieces + answer + 2)  +  F * sum over live of (pieces + 2)
+    sum over live of (pieces + a * answer + 2)  +  F * sum over live of (pieces + 2)
 
 pieces: of prompt and answer, at the fewest rows that a step without decode rows gives the first
-prompt; answer: max_tokens. In words: never later than if all were served one after the other, each
+prompt; answer: max_tokens; a: 2 with lookahead (a sequence that waits for its token sits out every
+second step), else 1. In words: never later than if all were served one after the other, each
 failure making all of them start over, and tried alone.
 """
 
 from __future__ import annotations
 
 import tempfile
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 from replay.divergence import Diverged
@@ -40,7 +43,7 @@ from server.sharing import sharers
 from server.submission import CANCELLED, ERROR, LENGTH, STOP
 from statemachine.codec import TapeDecoder
 from statemachine.errors import InvariantBroken
-from statemachine.events import Event
+from statemachine.events import Committed, Event
 from statemachine.invariants import ALL, Check, check_step
 from statemachine.records import StepFailed, StepPlanned, TapeEnded
 from statemachine.state import State
@@ -52,6 +55,7 @@ from .simulation_load import POISON, Load, Request
 from .simulation_play import REFUSED, Played, play
 
 PLANNED = StepPlanned.__name__
+ACCEPTED = "accepted draft"
 
 THOROUGH = 16
 """One run in so many asks all invariants after every event."""
@@ -108,10 +112,12 @@ class Watched(Fold):
         super().__init__(AT_END)
         self._ask = Invariants()
         self._each = self._ask if thorough else check_step
+        self.had = Counter[str]()
 
     def _apply(self, step: int, kind: str, events: tuple[Event, ...]) -> None:
         self.history.add(step, kind, events)
         self.counts.events += len(events)
+        self.had.update(map(_had, events))
         self._apply_slowly(step, kind, events, self._each)
         if kind == PLANNED:
             return
@@ -119,6 +125,13 @@ class Watched(Fold):
             self._ask(self.state)
         except InvariantBroken as error:
             self._fold(step, kind, -1, None, str(error))
+
+
+def _had(event: Event) -> str:
+    """What an event counts as: rows by their purpose, everything else by its name."""
+    if isinstance(event, Committed) and len(event.tokens) > 1:
+        return ACCEPTED
+    return getattr(event, "purpose", type(event).__name__)
 
 
 def thorough(seed: int) -> bool:
@@ -147,7 +160,7 @@ def check_load(load: Load, every_event: bool = True) -> Played:
 
 def replay_in_memory(load: Load, played: Played, every_event: bool) -> list[StepFailed]:
     """Fold and plan of a tape, and the invariants. Returns the steps that failed."""
-    fold, planner, failed = Watched(every_event), Planner(), []
+    fold, planner, failed = Watched(every_event), Planner(), list[StepFailed]()
     decoder, record = TapeDecoder(), None
     try:
         for record in decoder.feed(played.tape):
@@ -164,6 +177,7 @@ def replay_in_memory(load: Load, played: Played, every_event: bool) -> list[Step
     torn = decoder.torn and (whole or STUCK not in load.full_disk.values())
     if torn or not (whole or gap):
         raise Wrong("tape", f"it ends with {type(record).__name__}, {decoder.pending_bytes} bytes")
+    played.had.update(fold.had)
     return failed
 
 
@@ -188,12 +202,19 @@ def judge(load: Load, played: Played, failed: list[StepFailed] | None = None) ->
     _judge_bounds(load, played)
 
 
+def failures_most(load: Load, ordered: int, requests: Iterable[Request]) -> int:
+    """How many steps may fail. A prompt with POISON fails among others, then alone; once more
+    among others for each failure on order that came between.
+    """
+    poisoned = sum(load.poison and POISON in request.tokens for request in requests)
+    return ordered + poisoned * (2 + ordered)
+
+
 def _judge_failures(load: Load, played: Played) -> None:
-    """No step fails that was not told to. POISON fails twice: among others, and alone."""
-    poisoned = sum(load.poison and POISON in request.tokens for request in load.requests)
-    if played.failed_steps > len(load.fail) + 2 * poisoned:
+    most = failures_most(load, len(load.fail), load.requests)
+    if played.failed_steps > most:
         raise Wrong("failures", f"{played.failed_steps} steps failed: {played.failure}")
-    if played.broken and len(load.fail) + 2 * poisoned < FAILURES_MAX:
+    if played.broken and most < FAILURES_MAX:
         raise Wrong("failures", f"the engine gave up: {played.failure}")
 
 
@@ -248,7 +269,8 @@ def bound(load: Load, live: list[Request], failures: int) -> int:
     shared = policy.max_batch_tokens // max(1, sharers(policy, policy.max_batch_tokens))
     rows = max(1, min(policy.prefill_chunk, max(policy.prefill_tile, shared)))
     pieces = [-(-(len(it.tokens) + it.max_tokens) // rows) for it in live]
-    serial = sum(count + it.max_tokens + 2 for count, it in zip(pieces, live, strict=True))
+    each = 2 if policy.lookahead else 1
+    serial = sum(count + each * it.max_tokens + 2 for count, it in zip(pieces, live, strict=True))
     return serial + failures * sum(count + 2 for count in pieces)
 
 
@@ -270,10 +292,8 @@ def spent(load: Load, played: Played, number: int) -> tuple[int, int]:
         for request, came, went in zip(load.requests, played.arrived, played.ended, strict=True)
         if came is not None and went is not None and came <= last and went >= first
     ]
-    # A prompt with POISON fails twice: among others, and alone.
-    own = 2 * sum(load.poison and POISON in request.tokens for request in live)
-    failures = own + sum(first <= step <= last for step in load.fail)
-    return last - first, bound(load, live, failures)
+    ordered = sum(first <= step <= last for step in load.fail)
+    return last - first, bound(load, live, failures_most(load, ordered, live))
 
 
 __all__ = ["Invariants", "Wrong", "apply", "bound", "check_load", "judge", "spent", "thorough"]

@@ -32,7 +32,8 @@ class Request:
 
     sink_raises, sink_cancels: at this update (from 1) its sink raises, or gives the request up from
     inside. slow_s: seconds that each call of its sink takes. text_raises: at this token (from 1)
-    its detokeniser raises; 0: it cannot be made. Both ask for a stop string.
+    its detokeniser raises; 0: it cannot be made. Both ask for a stop string. parent: the number of
+    a request of the load whose prompt it shares (n > 1).
     """
 
     tokens: tuple[int, ...]
@@ -48,6 +49,8 @@ class Request:
     sink_cancels: int | None = None
     slow_s: float = 0.0
     text_raises: int | None = None
+    priority: int = 0
+    parent: int | None = None
 
 
 @frozen
@@ -56,6 +59,8 @@ class Load:
 
     full_disk: by number of the tape's write, how it fails (simulation_disk.py). waiting_max: of the
     queue. stop_at: the server is stopped before this step. poison: whether POISON cannot be built.
+    flush_at: before these steps the prefix index is emptied. vocab: of the model. period: in every
+    second eight positions the model says the same `period` tokens over and over; 0: nowhere.
     """
 
     name: str
@@ -70,6 +75,15 @@ class Load:
     waiting_max: int = 1024
     stop_at: int | None = None
     poison: bool = False
+    flush_at: tuple[int, ...] = ()
+    vocab: int = VOCAB
+    period: int = 0
+
+    def told(self, sequence: int, position: int) -> int | None:
+        """What the model says at a position, whatever stands before it; None where it listens."""
+        if self.period and position // 8 % 2:
+            return 1 + position % self.period
+        return None
 
 
 def tokens(rows: int, seed: int = 0) -> tuple[int, ...]:

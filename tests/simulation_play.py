@@ -7,6 +7,7 @@ cancels, and a driver that stops where the engine gave up. Judges nothing.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from server.engine import Engine
 from server.loop import Parts
 from server.submission import EngineStopped, RequestRefused, Submission, Update
 from server.text import IncrementalDecoder
-from statemachine.records import Parameters
+from statemachine.records import NO_PARENT, Parameters
 
 from .sim import header
 from .simulation_disk import in_memory
@@ -43,7 +44,8 @@ class Played:
     is still held once all is over. arrived, ended: the steps before which a request came in and
     after which it ended. broken: too many steps failed in a row, the last of them with `failure`.
     tape: its bytes, if in memory. status, clients: of the engine, and how many clients it knew,
-    when nothing was left to do. load: what was played.
+    when nothing was left to do. load: what was played. had: what simulation_check.py counts of the
+    tape's events.
     """
 
     answers: tuple[tuple[int, ...], ...]
@@ -64,6 +66,7 @@ class Played:
     clients: int = 0
     updates_after_end: int = 0
     load: Load | None = None
+    had: Counter[str] = field(factory=Counter)
 
 
 class ClientGone(Exception):
@@ -109,8 +112,14 @@ class Client:
             seed=request.seed,
             end_tokens=request.end_tokens,
             stop=request.stop,
+            priority=request.priority,
         )
-        given = Submission(request.tokens, parameters, namespace=request.namespace)
+        given = Submission(
+            request.tokens,
+            parameters,
+            namespace=request.namespace,
+            parent=self._stage.id_of(request.parent),
+        )
         self.arrived = self._stage.step_now
         if request.stop:
             self._stage.expect_text(request)
@@ -147,6 +156,12 @@ class Stage:
         self.engine: Engine
         self.clients = [Client(self, request) for request in load.requests]
 
+    def id_of(self, number: int | None) -> int:
+        """The engine's id of a request of the load; NO_PARENT where it did not take that in."""
+        known = number is not None and number < len(self.clients)
+        found = self.clients[number].id if known else None
+        return NO_PARENT if found is None else found
+
     def expect_text(self, request: Request) -> None:
         """The next detokeniser but for those before it is of this request."""
         self.texts.append(request)
@@ -172,13 +187,15 @@ class Stage:
         return self.engine.step()
 
     def actions(self) -> dict[int, list[Callable[[], object]]]:
-        """Arrivals and cancels by step, arrivals in the order of the load."""
+        """Arrivals, cancels and flushes by step, arrivals in the order of the load."""
         actions: dict[int, list[Callable[[], object]]] = {}
         for client in self.clients:
             actions.setdefault(client.request.at, []).append(client.send)
         for client in self.clients:
             if client.request.cancel_at is not None:
                 actions.setdefault(client.request.cancel_at, []).append(client.cancel)
+        for step in self.load.flush_at:
+            actions.setdefault(step, []).append(self.engine.flush)
         return actions
 
 
@@ -290,7 +307,8 @@ def fake_parts(
     def make(capture: CaptureWriter) -> Parts:
         kernel = FakeKernel(
             load.geometry,
-            vocab_size=VOCAB,
+            vocab_size=load.vocab,
+            script=load.told,
             fail=load.fail,
             sanitize=load.sanitize,
             poison=POISON if load.poison else None,

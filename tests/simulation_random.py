@@ -1,7 +1,7 @@
 """Random loads: everything that a load can be, out of one seed.
 
-Most are light (many short requests), so that a minute holds many; the others are what light ones
-are not: long answers, tiles of padding, blocks of one row, pools that hold two requests.
+Three in four are light: many short requests, so that a minute holds many. The others are heavy: a
+few requests with long prompts and answers, in pools that hold two of them.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from msgspec import structs
 
 from kernel.fake import Failure
 from server.admission import check_pool
-from server.policy import Policy
+from server.policy import FCFS, PRIORITY, Policy
 from statemachine.events import Namespace
 from statemachine.geometry import Geometry, Group
 
 from .simulation_disk import HALF, NONE, STUCK
-from .simulation_load import POISON, Load, Request, tokens
+from .simulation_load import POISON, VOCAB, Load, Request, tokens
 
 NAMESPACES = (
     Namespace(),
@@ -26,14 +26,16 @@ NAMESPACES = (
     Namespace(adapter="a", version=1),
     Namespace(adapter="a", version=2),
 )
+RUNNING = [1, 2, 8, 8, 32, 32, 32, 32]
+FLUSHES = [0] * 9 + [1, 3]
 STOPS = (("ab",), ("c", "dd"), ("a" * 9,), ("\u00e9",), ("aba", "b"))
 
 
 def random_load(seed: int) -> Load:
     """The load of a seed: the same in every process and version of Python."""
     chance = random.Random(seed)
-    heavy = chance.random() < 0.08
-    policy = _policy(chance)
+    heavy = chance.random() < 0.25
+    policy = _policy(chance, heavy)
     geometry = _roomy(_geometry(chance, heavy), policy)
     requests = _requests(chance, seed, heavy)
     last = max(request.at for request in requests)
@@ -47,6 +49,11 @@ def random_load(seed: int) -> Load:
         full_disk={} if segments else _full_disk(chance, last),
         waiting_max=3 if chance.random() < 0.04 else 1024,
         stop_at=chance.randint(1, last + 9) if chance.random() < 0.03 else None,
+        flush_at=tuple(
+            sorted({chance.randint(1, last + 9) for _ in range(chance.choice(FLUSHES))})
+        ),
+        vocab=chance.choice([VOCAB, VOCAB, 2, 5]),
+        period=chance.choice([0, 0, 1, 3]),
         poison=any(POISON in request.tokens for request in requests),
         segment_bytes=segments,
         sanitize=chance.choice(["full", "full", "edges"]),
@@ -54,9 +61,9 @@ def random_load(seed: int) -> Load:
 
 
 def _geometry(chance: random.Random, heavy: bool) -> Geometry:
-    size = chance.choice([1, 2, 4, 4, 8, 8, 16, 16, 16, 16, 32])
-    rows = chance.choice([32, 48, 64, 96, 192, 400])
-    groups = (Group(num_blocks=max(2, rows // size)),)
+    size = chance.choice([1, 2, 4, 4, 8] if heavy else [1, 2, 4, 4, 8, 8, 16, 16, 16, 16, 32])
+    rows = chance.choice([32, 40, 48, 96] if heavy else [48, 64, 128, 192, 192, 400, 400])
+    groups = (Group(num_blocks=min(64, max(2, rows // size))),)
     if chance.random() < (0.3 if heavy else 0.12):
         window = chance.choice([3, 8, 16])
         sink = chance.choice([0, 0, 2, 5])
@@ -68,17 +75,22 @@ def _geometry(chance: random.Random, heavy: bool) -> Geometry:
     return Geometry(block_size=size, groups=groups, hash=hashing)
 
 
-def _policy(chance: random.Random) -> Policy:
+def _policy(chance: random.Random, heavy: bool) -> Policy:
     most = chance.choice([8, 32, 64, 64, 256, 256, 256])
     tile = chance.choice([1] * 6 + [2, 8, 32])
     return Policy(
         max_batch_tokens=most,
-        max_running=min(most, chance.choice([1, 2, 8, 8, 32, 32, 32, 32])),
-        prefill_chunk=chance.choice([1, 8, 8, 16, 16, 64, 64, 64, 64, 64]),
+        max_running=min(most, chance.choice([3, 8, 32] if heavy else RUNNING)),
+        prefill_chunk=chance.choice([3, 8, 16, 16, 64, 64, 64, 64, 64]),
         prefill_tile=min(tile, most),
         prefill_cohort=chance.random() < 0.2,
         prefix_cache=chance.random() < 0.8,
         watermark_blocks=chance.choice([0, 0, 2, 5]),
+        lookahead=chance.random() < 0.5,
+        draft_tokens=chance.choice([0, 0, 1, 3, 8]),
+        lookup_ngram=chance.choice([1, 1, 2, 3]),
+        prefix_aware=chance.random() < 0.3,
+        scheduling=PRIORITY if chance.random() < 0.25 else FCFS,
         context_tokens=chance.choice([32, 96, 96, 96, 96]),
     )
 
@@ -98,10 +110,10 @@ def _roomy(geometry: Geometry, policy: Policy) -> Geometry:
 
 def _requests(chance: random.Random, seed: int, heavy: bool) -> tuple[Request, ...]:
     """In order of arrival, which is the order of their ids."""
-    count = chance.randint(4, 14) if heavy else chance.randint(16, 56)
+    count = chance.randint(5, 12) if heavy else chance.randint(24, 64)
     stems = [tokens(40, 2 * seed), tokens(40, 2 * seed + 1)]
-    pace = chance.choice([0, 0.2, 0.5, 1, 1, 2])
-    longest = 24 if heavy else chance.choice([1, 2, 4, 8, 16])
+    pace = chance.choice([0, 0.5, 2] if heavy else [0, 0.1, 0.2, 0.5, 1])
+    longest = chance.choice([12, 24, 24]) if heavy else chance.choice([1, 2, 3, 4, 6, 8])
     found: list[Request] = []
     at = 1.0
     for number in range(count):
@@ -122,33 +134,42 @@ def _request(
     before: list[Request],
     longest_answer: int,
 ) -> Request:
-    longest = 60 if heavy else 24
-    own = tokens(chance.randint(1, 40 if heavy else 12), 1000 * seed + number)
-    prompt = chance.choice(stems)[: chance.choice([0, 0, 1, 8, 16, 17, 40])] + own
+    longest = 28 if heavy else 24
+    own = tokens(chance.randint(1, 16 if heavy else 12), 1000 * seed + number)
+    prompt = chance.choice(stems)[: chance.choice([0, 0, 1, 8, 12, 16])] + own
     if before and chance.random() < 0.15:
         prompt = chance.choice(before).tokens + own[: chance.choice([0, 1, 4])]
+    parent = None
+    if before and chance.random() < 0.08:
+        parent = chance.randrange(max(0, len(before) - 3), len(before))
+        prompt = before[parent].tokens
+    elif chance.random() < 0.1:
+        prompt = own[:3] * 6
     prompt = prompt[:longest]
     if chance.random() < 0.01:
         prompt += (POISON,)
     if chance.random() < 0.01:
         prompt += tokens(100, number)  # no pool or context holds it
+    space = chance.choice(NAMESPACES) if chance.random() < 0.3 else NAMESPACES[0]
     leaves = chance.random() < 0.1
     stop = chance.choice(STOPS) if chance.random() < 0.12 else ()
     sink = chance.random()
     return Request(
         prompt,
-        chance.randint(1, longest_answer),
+        chance.randint(longest_answer // 2 if heavy else 1, longest_answer),
         at=at,
         cancel_at=max(1, at + chance.randint(-1, 9)) if leaves else None,
-        namespace=chance.choice(NAMESPACES) if chance.random() < 0.3 else NAMESPACES[0],
+        namespace=space if parent is None else before[parent].namespace,
         temperature=chance.choice([0.0, 1.0]),
         seed=chance.choice([0, number, 2**63 + number]),
-        end_tokens=tuple(range(chance.choice([0, 0, 1, 4]))),
+        end_tokens=tuple(range(chance.choice([0, 0, 0, 1] if heavy else [0, 0, 1, 4]))),
         stop=stop,
         sink_raises=chance.randint(1, 4) if sink < 0.02 else None,
         sink_cancels=chance.randint(1, 4) if 0.02 < sink < 0.05 else None,
         slow_s=chance.choice([0.5, 90.0]) if 0.05 < sink < 0.07 else 0.0,
         text_raises=chance.randint(0, 4) if stop and chance.random() < 0.15 else None,
+        priority=chance.choice([0, 0, -1, 5]),
+        parent=parent,
     )
 
 
