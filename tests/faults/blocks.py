@@ -190,23 +190,24 @@ def trim_keeps_blocks(original: Any, witness: Witness) -> Any:
 @FAULTS.add(
     "S11-key",
     "the key of a stored block is made of one token more than the block has rows",
-    "statemachine.content:extend",
+    "statemachine.content:grown",
     loads.MIXED,
     "fold",
     "fold",
     "digest",
 )
 def key_too_long(original: Any, witness: Witness) -> Any:
-    def extend(geometry: Any, sequence: Any, tokens: tuple[int, ...]) -> Any:
-        new = original(geometry, sequence, tokens)
-        if len(new.keys) == len(sequence.keys):
-            return new
+    def grown(geometry: Any, sequence: Any, more: bytes) -> Any:
+        keys, packed, tail = original(geometry, sequence, more)
+        if len(keys) == len(sequence.keys):
+            return keys, packed, tail
         witness.note()
-        after = (new.tail or new.packed[0])[:8]
-        key = row_tag(geometry, new.block_parent(len(new.keys) - 1), new.packed[-1] + after)
-        return structs.replace(new, keys=(*new.keys[:-1], key))
+        after = (tail or packed[0])[:8]
+        parent = keys[-2] if len(keys) > 1 else sequence.root
+        key = row_tag(geometry, parent, packed[-1] + after)
+        return (*keys[:-1], key), packed, tail
 
-    return extend
+    return grown
 
 
 @FAULTS.add(
@@ -220,8 +221,8 @@ def key_too_long(original: Any, witness: Witness) -> Any:
     "not written",
 )
 def published_early(original: Any, witness: Witness) -> Any:
-    def close_step(view: Any, plan: Any, tokens: Any, finished: Any = ()) -> tuple[Event, ...]:
-        events: tuple[Event, ...] = original(view, plan, tokens, finished)
+    def close_step(view: Any, plan: Any, found: Any) -> tuple[Event, ...]:
+        events: tuple[Event, ...] = original(view, plan, found)
         early = tuple(event for event in events if isinstance(event, BlockPublished))
         if not early:
             return events
@@ -391,7 +392,7 @@ def hole_read(original: Any, witness: Witness) -> Any:
     loads.MIXED,
     "fold",
     "content",
-    "only 0 rows in the pages were compared",
+    "0 rows in the pages were compared",
 )
 def not_compared(original: Any, witness: Witness) -> Any:
     def apply(self: Any, batch: Any, metadata: Any) -> ShadowReport:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import blocks, layers, lengths, policy
+from . import ahead, blocks, drafts, forks, layers, lengths, model_owned, policy, queueing
 from .fault import Fault
 
 ALL: tuple[Fault, ...] = (
@@ -10,6 +10,11 @@ ALL: tuple[Fault, ...] = (
     *blocks.FAULTS.faults,
     *policy.FAULTS.faults,
     *layers.FAULTS.faults,
+    *ahead.FAULTS.faults,
+    *drafts.FAULTS.faults,
+    *forks.FAULTS.faults,
+    *queueing.FAULTS.faults,
+    *model_owned.FAULTS.faults,
 )
 
 BY_NAME = {fault.name: fault for fault in ALL}

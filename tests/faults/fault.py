@@ -50,10 +50,10 @@ class Witness:
         """Whether a step is being made: models are probed before that."""
         return self.step > 0
 
-    def note(self, sequence: int = -1, record: str = PLANNED) -> None:
-        """The fault does otherwise now."""
+    def note(self, sequence: int = -1, record: str = PLANNED, step: int | None = None) -> None:
+        """The fault does otherwise now; step: where that is another than the one being made."""
         if self.first is None and self.on:
-            self.first = First(self.step, sequence, record)
+            self.first = First(self.step if step is None else step, sequence, record)
 
 
 @frozen

@@ -252,7 +252,7 @@ def copy_lost(original: Any, witness: Witness) -> Any:
     return copy_blocks
 
 
-class _Restarted(Piece, frozen=True):
+class Restarted(Piece, frozen=True):
     """A piece that says that its samples take earlier positions than they do."""
 
     back: int = 0
@@ -285,7 +285,7 @@ def sampling_restarts(original: Any, witness: Witness) -> Any:
                 again[seq] = request.output_tokens
             if seq in again and piece.samples:
                 witness.note(seq, DONE)
-                pieces[number] = _Restarted(**structs.asdict(piece), back=again[seq])
+                pieces[number] = Restarted(**structs.asdict(piece), back=again[seq])
         return structs.replace(made, pieces=tuple(pieces))
 
     return batch

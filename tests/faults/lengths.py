@@ -100,7 +100,7 @@ def offset_stays(original: Any, witness: Witness) -> Any:
 @FAULTS.add(
     "S3-one-ahead",
     "a failed step unwinds one row less than it issued",
-    "server.closing:_undo",
+    "server.failing:_undo",
     loads.BUILD_FAILS,
     "plan",
     "plan",
@@ -299,3 +299,25 @@ def window_short(original: Any, witness: Witness) -> Any:
         return short
 
     return first_key
+
+
+@FAULTS.add(
+    "S14-append",
+    "rows that are appended together all keep the last one's window: the first see too few rows",
+    "kernel.metadata:_live_from",
+    loads.WINDOWS,
+    "fold",
+    "content",
+    "rows in the pages were compared",
+)
+def append_into_ring(original: Any, witness: Witness) -> Any:
+    def live_from(pieces: Any, piece_of: Any, positions: Any, geometry: Any) -> Any:
+        found = original(pieces, piece_of, positions, geometry)
+        for number in range(len(pieces)):
+            rows = np.flatnonzero(piece_of == number)
+            if (found[:, rows] != found[:, rows[-1:]]).any():
+                witness.note(record=DONE)
+                found[:, rows] = found[:, rows[-1:]]
+        return found
+
+    return live_from

@@ -133,3 +133,122 @@ SMOL = Load(
     B16,
     kernel=SMOLLM2,
 )
+
+# With a step in flight while the next is planned.
+LOOKING = structs.replace(POLICY, lookahead=True)
+AHEAD = evolve(MIXED, name="lookahead", policy=LOOKING)
+AHEAD_BUILD_FAILS = evolve(BUILD_FAILS, name="a build that fails behind a step", policy=LOOKING)
+AHEAD_EVAL_FAILS = evolve(EVAL_FAILS, name="an eval that fails before a step", policy=LOOKING)
+AHEAD_TIGHT = evolve(TIGHT, name="lookahead in a tight pool", policy=LOOKING)
+AHEAD_WINDOWS = evolve(WINDOWS, name="lookahead and a window", policy=LOOKING)
+AHEAD_CANCELS = evolve(CANCELS, name="clients that leave a step in flight", policy=LOOKING)
+AHEAD_SEGMENTS = evolve(SEGMENTS, name="lookahead on a tape of segments", policy=LOOKING)
+AHEAD_ENDING = evolve(ENDING, name="lookahead and answers that end", policy=LOOKING)
+AHEAD_STOPS = evolve(
+    ENDING,
+    name="lookahead and stop strings",
+    requests=tuple(Request(tokens(9, number), 20, stop=("a",)) for number in range(6)),
+    policy=LOOKING,
+)
+TINY_AHEAD = evolve(AHEAD, kernel=TINY)
+
+# Texts that repeat themselves, so that drafts are made, and taken in part.
+GUESSING = structs.replace(POLICY, draft_tokens=4, lookup_ngram=1)
+
+
+def _repeating(count: int, rows: int, answers: int) -> tuple[Request, ...]:
+    """Requests whose prompts say the same few tokens over and over at their ends."""
+    return tuple(
+        Request(tokens(rows + number, number) + (1, 2, 3) * 2, answers + number, at=1 + number // 2)
+        for number in range(count)
+    )
+
+
+DRAFTS = Load("drafts", _repeating(4, 3, 20), GUESSING, period=3)
+DRAFTS_ENDING = evolve(
+    DRAFTS,
+    name="drafts and answers that end",
+    requests=tuple(evolve(it, end_tokens=(3,)) for it in DRAFTS.requests),
+)
+BOTH = evolve(
+    DRAFTS,
+    name="drafts and lookahead",
+    policy=structs.replace(GUESSING, lookahead=True, lookup_ngram=2),
+)
+DRAFTS_WINDOWS = evolve(DRAFTS, name="drafts and a window", geometry=WINDOWS.geometry)
+TINY_DRAFTS = evolve(DRAFTS, kernel=TINY, period=0)
+TINY_DRAFTS_DRAWN = evolve(
+    TINY_DRAFTS,
+    name="drafts and a temperature",
+    requests=tuple(
+        evolve(request, temperature=0.3, seed=100 + number)
+        for number, request in enumerate(DRAFTS.requests)
+    ),
+)
+
+# Several answers to one prompt.
+FORKS = Load(
+    "three answers to a prompt",
+    (
+        *(Request(tokens(18, 1), 8, at=1, parent=parent) for parent in (None, 0, 0)),
+        Request(tokens(9, 2), 12, at=1),
+        Request(tokens(7, 3), 6, at=4),
+        Request(tokens(11, 4), 6, at=4, parent=3),
+    ),
+    structs.replace(POLICY, prefix_cache=False),
+)
+AHEAD_FORKS = evolve(
+    FORKS, name="forks and lookahead", policy=structs.replace(FORKS.policy, lookahead=True)
+)
+TINY_FORKS = evolve(
+    FORKS,
+    kernel=TINY,
+    requests=tuple(
+        evolve(request, temperature=1.5, seed=100 + number)
+        for number, request in enumerate(FORKS.requests)
+    ),
+)
+
+# Who waits for what.
+AWARE = Load(
+    "prompts that share a beginning at once",
+    tuple(Request(tokens(40, 1) + tokens(3 + n, 10 + n), 6, at=1 + n // 2) for n in range(6)),
+    structs.replace(POLICY, prefix_aware=True),
+)
+STARVING = Load(
+    "a long prompt behind which short ones pass",
+    (
+        Request(tokens(9, 1), 40),
+        Request(tokens(72, 2), 4, at=2),
+        *(Request(tokens(5, 3 + n), 4, at=2 + n) for n in range(16)),
+    ),
+    structs.replace(POLICY, prefix_cache=False),
+    Geometry(block_size=4, groups=(Group(num_blocks=20),)),
+)
+PRIORITIES = evolve(
+    TIGHT,
+    name="priorities in a tight pool",
+    requests=tuple(
+        evolve(request, priority=(number * 5) % 3) for number, request in enumerate(TIGHT.requests)
+    ),
+    policy=structs.replace(POLICY, scheduling="priority"),
+)
+PREEMPTS = evolve(
+    TIGHT,
+    name="a tight pool with a queue",
+    requests=tuple(evolve(it, at=1 + 3 * number) for number, it in enumerate(TIGHT.requests)),
+)
+QUEUED = evolve(
+    TIGHT,
+    name="repeated prompts in a queue",
+    requests=tuple(Request(tokens(9, number % 2), 12, at=1 + 4 * number) for number in range(8)),
+    policy=structs.replace(POLICY, max_running=2),
+)
+FLUSHED = evolve(MIXED, name="a flushed index", flush_at=(9,))
+ADAPTERS = Load(
+    "an adapter that is loaded anew",
+    tuple(
+        Request(tokens(20, 1), 6, at=1 + 12 * at, namespace=Namespace("style", version))
+        for at, version in enumerate((1, 2, 1))
+    ),
+)

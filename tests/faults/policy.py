@@ -7,6 +7,7 @@ from typing import Any
 from msgspec import structs
 
 from server.tokenlog import log_of
+from server.waiting import Waiting
 from statemachine import commands
 from statemachine.events import BlockPublished, Event, Preempted
 from statemachine.records import RequestArrived
@@ -20,7 +21,7 @@ FAULTS = Catalogue()
 @FAULTS.add(
     "S13",
     "an error at eval is undone like one at build, and pages that hold garbage are read again",
-    "server.closing:fail_step",
+    "server.failing:fail_step",
     loads.EVAL_FAILS,
     "fold",
     "fold",
@@ -93,13 +94,14 @@ def row_skipped(original: Any, witness: Witness) -> Any:
     "AppendedEach",
 )
 def other_token(original: Any, witness: Witness) -> Any:
-    def settle(view: Any, plan: Any, tokens: Any, finished: Any, events: Any) -> Any:
-        wrong = tuple(token ^ 1 if witness.step == 4 else token for token in tokens)
-        after = original(view, plan, wrong, finished, events)
-        if witness.step == 4 and witness.first is None:
-            witness.step = 5  # the token is issued in the step after
-            witness.note()
-        return after
+    def settle(view: Any, plan: Any, found: Any, events: Any) -> Any:
+        if plan.step != 4:
+            return original(view, plan, found, events)
+        wrong = tuple(
+            structs.replace(it, tokens=tuple(token ^ 1 for token in it.tokens)) for it in found
+        )
+        witness.note(step=5)  # the token is issued in the step after
+        return original(view, plan, wrong, events)
 
     return settle
 
@@ -148,7 +150,7 @@ def wrong_victim(original: Any, witness: Witness) -> Any:
         victim = min(draft.running)
         draft.do(commands.preempt(draft.state, victim))
         draft.running.remove(victim)
-        draft.waiting = (victim, *draft.waiting)
+        draft.waiting = draft.waiting.add(victim, 0)
         draft.preempted = True
 
     return make_room
@@ -215,12 +217,11 @@ def one_more(original: Any, witness: Witness) -> Any:
 def end_missed(original: Any, witness: Witness) -> Any:
     def outcomes(view: Any, plan: Any, tokens: Any, finished: Any) -> Any:
         found = original(view, plan, tokens, finished)
-        samplers = [piece.seq for piece in plan.pieces if piece.samples]
         kept = []
-        for outcome, seq, token in zip(found, samplers, tokens, strict=True):
+        for outcome, token in zip(found, tokens, strict=True):
             if outcome.reason == "stop":
-                witness.note(seq, DONE)
-                outcome = structs.replace(outcome, token=token, reason=None)
+                witness.note(outcome.seq, DONE)
+                outcome = structs.replace(outcome, tokens=(token,), reason=None)
             kept.append(outcome)
         return tuple(kept)
 
@@ -257,16 +258,25 @@ def cancel_leaks(original: Any, witness: Witness) -> Any:
 )
 def lifo(original: Any, witness: Witness) -> Any:
     def admit(draft: Any) -> None:
-        view = draft.view
         if len(draft.waiting) > 1:
             witness.note()
-        draft.waiting = tuple(reversed(draft.waiting))
-        draft.view = structs.replace(view, waiting=draft.waiting)
+        draft.waiting = _turned(draft.waiting)
         original(draft)
-        draft.view = view
-        draft.waiting = tuple(reversed(draft.waiting))
+        draft.waiting = _turned(draft.waiting)
 
     return admit
+
+
+class _Turned(Waiting, frozen=True):
+    """A queue whose last request comes first."""
+
+    def first(self, count: int) -> tuple[int, ...]:
+        return tuple(self)[::-1][:count]
+
+
+def _turned(queue: Waiting) -> Waiting:
+    kind = Waiting if isinstance(queue, _Turned) else _Turned
+    return kind(queue.by_priority, queue.chunks)
 
 
 @FAULTS.add(
@@ -280,11 +290,8 @@ def lifo(original: Any, witness: Witness) -> Any:
 )
 def tokens_reordered(original: Any, witness: Witness) -> Any:
     def outcomes(view: Any, plan: Any, tokens: Any, finished: Any) -> Any:
-        if witness.first is None and len(tokens) > 1 and tokens[0] != tokens[1]:
-            at = witness.step
-            witness.step += 1  # a token is issued in the step after it was sampled
-            witness.note()
-            witness.step = at
+        if len(tokens) > 1 and tokens[0] != tokens[1]:
+            witness.note(step=plan.step + 1)  # a token is issued after the step that sampled it
         swapped = (tokens[1], tokens[0], *tokens[2:]) if len(tokens) > 1 else tokens
         return original(view, plan, swapped, finished)
 
@@ -305,7 +312,7 @@ def checkpoint_forgets(original: Any, witness: Witness) -> Any:
         if view.waiting and witness.first is None:
             # A checkpoint stands for the state after the step before.
             witness.first = First(view.step - 1, -1, "Checkpoint")
-        return original(structs.replace(view, waiting=()))
+        return original(structs.replace(view, waiting=Waiting()))
 
     return checkpoint
 

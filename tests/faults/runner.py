@@ -64,7 +64,7 @@ def named(found: Divergence) -> set[int]:
         for text in (value.recorded, value.derived):
             if value.name == "event" and isinstance(text, str) and text.startswith("{"):
                 event = json.loads(text)
-                seqs.add(event.get("seq", -1))
+                seqs.update((event.get("seq", -1), event.get("child", -1)))
                 seqs.update(event.get("seqs", ()))
     return seqs
 
@@ -106,9 +106,8 @@ def record(
     def begin(step: int) -> None:
         seen.step = step
 
-    if load.kernel == FAKE:
-        make = loads.fake_parts(load)
-    else:
+    make = None  # the fake kernel, with a detokeniser for stop strings
+    if load.kernel != FAKE:
         real.model(load.kernel)  # loads MLX behind its BLAS, before a fault's target does
         make = real.parts(load)
     if fault is None:

@@ -1,4 +1,5 @@
-"""S3, with lookahead off: a failed step unwinds exactly what it wrote; 5 of 5 match alone.
+"""S3: a row that was issued ahead goes as it came, and a failed step unwinds what it wrote; 5 of 5
+match alone, with lookahead and without.
 
 S15: shapes differ between a batch and a lone request, so tokens go by the margin rule, counted.
 """
@@ -14,7 +15,9 @@ from msgspec import structs
 
 from replay.fold import Fold
 from replay.reader import Tape
-from statemachine.records import StepFailed, StepPlanned
+from server.policy import Policy
+from statemachine.events import Closed, Rewound
+from statemachine.records import StepDone, StepFailed, StepPlanned
 
 from ..faults.loads import TINY, Load, Request
 from ..faults.runner import record
@@ -27,8 +30,21 @@ CHUNKED = structs.replace(asking.POLICY, prefill_chunk=24, max_batch_tokens=48)
 """Small chunks, so that prompts and decode rows share the steps."""
 
 
-def _five() -> Load:
-    return load(TINY, tuple(Request(asking.of_length(TINY, rows), 8) for rows in LENGTHS))
+LOOKING = structs.replace(asking.POLICY, lookahead=True)
+
+
+def _five(policy: Policy = asking.POLICY) -> Load:
+    requests = tuple(Request(asking.of_length(TINY, rows), 8) for rows in LENGTHS)
+    return load(TINY, requests, policy)
+
+
+def _ending(asked: Load, answers: tuple[tuple[int, ...], ...]) -> Load:
+    """The same requests, of which every second one ends at a token that it is known to say."""
+    requests = [
+        evolve(request, end_tokens=(answer[3],)) if number % 2 == 0 else request
+        for number, (request, answer) in enumerate(zip(asked.requests, answers, strict=True))
+    ]
+    return evolve(asked, requests=tuple(requests))
 
 
 def test_five_of_five_at_once_answer_as_alone_and_flips_are_counted(
@@ -44,12 +60,55 @@ def test_five_of_five_at_once_answer_as_alone_and_flips_are_counted(
     assert report["figures"]["excused flips"] == 0
 
 
+def test_five_of_five_match_the_reference_with_lookahead_as_without(
+    tmp_path: Path, capsys: Any
+) -> None:
+    whole = record(_five(), tmp_path / "whole.log").answers
+    off = record(_ending(_five(), whole), tmp_path / "off.log")
+    tape = tmp_path / "on.log"
+    on = record(_ending(_five(LOOKING), whole), tape)
+    assert on.answers == off.answers
+    assert on.reasons == off.reasons == ("stop", "length", "stop", "length", "stop")
+    matching = [
+        flips(TINY, request.tokens, answer) == 0
+        for request, answer in zip(_five().requests, on.answers, strict=True)
+    ]
+    assert matching.count(True) == 5
+    code, report = asking.replayed(tape, TINY, "reference", capsys)
+    assert (code, report["figures"]["excused flips"]) == (0, 0)
+
+
+def test_each_answer_that_ends_takes_back_the_one_row_that_was_issued_behind_it(
+    tmp_path: Path,
+) -> None:
+    whole = record(_five(), tmp_path / "whole.log").answers
+    tape = tmp_path / "on.log"
+    record(_ending(_five(LOOKING), whole), tape)
+    fold, rewound = Fold(), list[tuple[int, int]]()
+    for item in Tape(str(tape)):
+        ahead = {seq: len(it.speculative) for seq, it in fold_sequences(fold)}
+        if isinstance(item, StepDone):
+            gone = [event for event in item.events if isinstance(event, Rewound)]
+            assert all(ahead[event.seq] == event.rows for event in gone)
+            closed = {event.seq for event in item.events if isinstance(event, Closed)}
+            assert {event.seq for event in gone} == {it for it in closed if ahead[it]}
+            rewound += [(event.seq, event.rows) for event in gone]
+        fold.feed(item)
+    assert sorted(rewound) == [(0, 1), (2, 1), (4, 1)]
+
+
+def fold_sequences(fold: Fold) -> list[tuple[int, Any]]:
+    """Sequences by id; none before a tape's header."""
+    return sorted(fold.state.sequences.items()) if fold.counts.records else []
+
+
+@pytest.mark.parametrize("lookahead", [False, True])
 @pytest.mark.parametrize("step", [2, 4])
 def test_a_step_that_cannot_be_built_leaves_offsets_and_tables_as_they_were(
-    step: int, tmp_path: Path
+    step: int, lookahead: bool, tmp_path: Path
 ) -> None:
     tape = tmp_path / "tape.log"
-    chunked = evolve(_five(), policy=CHUNKED)
+    chunked = _five(structs.replace(CHUNKED, lookahead=lookahead))
     with raising(BUILD, {step}):
         played = record(chunked, tape)
     assert played.answers == record(chunked, tmp_path / "calm.log").answers
@@ -63,6 +122,22 @@ def test_a_step_that_cannot_be_built_leaves_offsets_and_tables_as_they_were(
             assert _lengths(fold) == before
             return
     raise AssertionError("no step failed")
+
+
+def test_with_the_fault_in_replay_names_the_step_and_the_offset_that_is_one_ahead(
+    tmp_path: Path, capsys: Any
+) -> None:
+    tape = tmp_path / "tape.log"
+    with raising(BUILD, {6}):
+        _, witness = asking.with_fault("S3-lookahead", _five(LOOKING), tape)
+    code, report = asking.replayed(tape, TINY, "fold", capsys)
+    found = report["divergence"]
+    assert witness.first is not None
+    assert code == 1
+    assert (found["class"], found["step"]) == ("observation", witness.first.step)
+    assert found["sequence"] == witness.first.sequence
+    offset = next(it for it in found["values"] if it["name"] == "offset before the step")
+    assert offset["observed"] == offset["derived"] + 1
 
 
 def _lengths(fold: Fold) -> dict[int, tuple[int, Any]]:
