@@ -16,6 +16,15 @@ def number(text: str) -> int:
     raise argparse.ArgumentTypeError(f"must be a whole number of 0 or more, not {text!r}")
 
 
+def place(text: str) -> int:
+    """A whole number, negative ones from the end, for argparse."""
+    if text.removeprefix("-").isdecimal():
+        return int(text)
+    raise argparse.ArgumentTypeError(
+        f"must be a step, or a number from the end like -1, not {text!r}"
+    )
+
+
 def margin(text: str) -> float:
     """A number of 0 or more, for argparse."""
     with contextlib.suppress(ValueError):

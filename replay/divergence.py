@@ -15,12 +15,14 @@ import msgspec
 from msgspec import Struct
 
 from statemachine.events import (
+    Appended,
     AppendedEach,
     BlockEvicted,
     CommittedEach,
     Event,
     Forked,
     PoolReset,
+    PrefixAdopted,
     StepWritten,
 )
 
@@ -34,6 +36,8 @@ CLASSES = (FOLD, OBSERVATION, CONTENT, PLAN, TOKEN, CRASH)
 
 LAST_EVENTS = 8
 _HISTORY_RECORDS = 256
+HISTORY_TOKENS = 1 << 19
+"""Some 20 MB."""
 
 Value = int | float | str | tuple[int, ...] | None
 
@@ -69,7 +73,8 @@ class Divergence(Struct, frozen=True):
     """See the module. -1 stands for what has no number here.
 
     record, event_index, event: the event at fault and where it stands; for an observation, the one
-    that issued the rows. summary: one sentence, which names what is wrong with both values.
+    that issued the rows. block: whose content is wrong, for content. summary: one sentence, which
+    names what is wrong with both values.
     """
 
     kind: str
@@ -80,6 +85,7 @@ class Divergence(Struct, frozen=True):
     event: str = ""
     sequence: int = -1
     group: int = -1
+    block: int = -1
     layer: str = ""
     position: int = -1
     values: tuple[Values, ...] = ()
@@ -126,18 +132,31 @@ def text_for(event: Event, seq: int) -> str:
 
 
 class History:
-    """The records of the last steps, for a sequence's last events; costs nothing per row."""
+    """The records of the last steps, for a sequence's last events; costs nothing per row.
+
+    Prompts are long: so many records are kept that their prompts have HISTORY_TOKENS at most.
+    """
 
     def __init__(self) -> None:
-        self._records: deque[tuple[int, str, tuple[Event, ...]]] = deque(maxlen=_HISTORY_RECORDS)
+        self._records: deque[tuple[int, str, tuple[Event, ...], int]] = deque()
+        self._tokens = 0
 
     def add(self, step: int, record: str, events: tuple[Event, ...]) -> None:
-        self._records.append((step, record, events))
+        tokens = 0
+        for event in events:
+            if type(event) is Appended or type(event) is PrefixAdopted:
+                tokens += len(event.tokens or ())
+        self._records.append((step, record, events, tokens))
+        self._tokens += tokens
+        if len(self._records) > _HISTORY_RECORDS:
+            self._tokens -= self._records.popleft()[3]
+        while self._tokens > HISTORY_TOKENS and len(self._records) > 1:
+            self._tokens -= self._records.popleft()[3]
 
     def of(self, seq: int) -> tuple[Happened, ...]:
         """The sequence's last events, oldest first."""
         found: list[Happened] = []
-        for step, record, events in reversed(self._records):
+        for step, record, events, _ in reversed(self._records):
             for index in range(len(events) - 1, -1, -1):
                 if concerns(events[index], seq):
                     text = text_for(events[index], seq)

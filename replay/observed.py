@@ -296,7 +296,19 @@ class Observer:
         )
         if piece >= 0:
             values += self._piece_values(record, pieces, piece)
-        self._raise(record, pieces, piece, what, values, "", it.group, CONTENT, it.position, it.seq)
+        self._raise(
+            record,
+            pieces,
+            piece,
+            what,
+            values,
+            "",
+            it.group,
+            CONTENT,
+            it.position,
+            it.seq,
+            it.block,
+        )
 
     def _raise(
         self,
@@ -310,6 +322,7 @@ class Observer:
         kind: str = OBSERVATION,
         position: int = -1,
         seq: int = -1,
+        block: int = -1,
     ) -> NoReturn:
         seq = pieces.seqs[piece] if piece >= 0 else seq
         index = pieces.event_of(piece) if piece >= 0 else -1
@@ -324,6 +337,7 @@ class Observer:
                 event=event,
                 sequence=seq,
                 group=group,
+                block=block,
                 layer=layer,
                 position=position,
                 values=values,

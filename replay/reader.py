@@ -7,20 +7,28 @@ say, apart from segments that do not follow each other.
 
 from __future__ import annotations
 
+import io
+import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
 import zstandard
 
-from statemachine.codec import TapeDecoder
+from statemachine.codec import MAGIC, TapeDecoder
 from statemachine.errors import CodecError
-from statemachine.records import Checkpoint, Header, Record, TapeEnded
+from statemachine.records import Checkpoint, Header, Record, StepPlanned, TapeEnded
 
 from .errors import Unusable
 
 CHUNK_BYTES = 1 << 20
+PIECE_BYTES = 1 << 10
+"""Compressed bytes that are unpacked at once. A byte can become 32 KiB, so that a hostile file
+takes 32 MiB, and a tape, which shrinks to a half or a third, a few KiB.
+"""
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 STDIN = "-"
 
@@ -30,11 +38,15 @@ class Tape:
 
     header: the first one; None before the first record. position: bytes up to the end of the last
     record, uncompressed, in `source`, the file that is being read. torn: the bytes stop inside of a
-    frame. ended: the last record is TapeEnded.
+    frame. ended: the last record is TapeEnded. bytes_read, of bytes_total: of the files as they
+    are stored; bytes_total is None where that is not known. started_after: the step of the
+    checkpoint that a tape from the middle begins with.
     """
 
-    def __init__(self, path: str) -> None:
-        """Raises Unusable where there is no such tape."""
+    def __init__(self, path: str, from_step: int | None = None) -> None:
+        """`from_step`: begin with the last checkpoint that stands before this step's plan; whole
+        segments before it are not read. Raises Unusable where there is no such tape.
+        """
         self.path = path
         self.header: Header | None = None
         self.source = path
@@ -42,31 +54,60 @@ class Tape:
         self.torn = False
         self.ended = False
         self.notes: list[str] = []
+        self.bytes_read = 0
+        self.started_after: int | None = None
+        self._from = from_step
+        self._skipped = 0
+        self._segment = 0
+        self._place = 0
+        self._fresh = True
         self._segments = _sources(path, self.notes)
+        self.bytes_total = _size(self._segments)
 
     def __iter__(self) -> Iterator[Record]:
         """The records in order. Raises Unusable where a tape is no tape, or corrupt."""
-        for number, source in enumerate(self._segments):
+        if self._from is not None:
+            self._find_start(self._from)
+        for source in self._segments:
             self.source = source
-            last = number == len(self._segments) - 1
-            yield from self._read(source, number, last)
+            yield from self._read(source, last=source == self._segments[-1])
         if self.header is None:
             raise Unusable(f"{self.path} is too short to hold a header: there is nothing to replay")
 
-    def _read(self, source: str, number: int, last: bool) -> Iterator[Record]:
-        decoder = TapeDecoder()
-        first = True
+    def _find_start(self, step: int) -> None:
+        """Leave out what stands before the last checkpoint before a step."""
+        if self.path == STDIN:
+            keep_stdin()
+        segments = self._segments
+        for number in range(len(segments) - 1, 0, -1):
+            first = _first_checkpoint(segments[number])
+            if first is not None and first < step:
+                self._segments = segments[number:]
+                break
+        self._skipped, self.started_after = _last_checkpoint(self._segments[0], step)
+        self.bytes_total = _size(self._segments)
+        if self._skipped > 1 or len(self._segments) < len(segments):
+            self.notes.append(
+                f"it starts at the checkpoint after step {self.started_after}, the last one before "
+                f"step {step}: nothing before it was looked at"
+            )
+
+    def _read(self, source: str, last: bool) -> Iterator[Record]:
+        decoder, self._fresh, before = TapeDecoder(), True, b""
         try:
-            for chunk in _chunks(source):
-                for record in decoder.feed(chunk):
-                    self.position = decoder.position
-                    self.ended = isinstance(record, TapeEnded)
-                    if isinstance(record, Header):
-                        if not first:
-                            raise CodecError("a header stands in the middle: two tapes were joined")
-                        self._check_segment(record, source, number)
-                    first = False
-                    yield record
+            for chunk in self._chunks(source):
+                data = chunk
+                while data:
+                    try:
+                        yield from self._records(decoder, data, source)
+                        break
+                    except CodecError:
+                        # Segments may stand one behind the other: `zstdcat captures/*.zst`.
+                        data = (before + data)[-decoder.pending_bytes :]
+                        if not data.startswith(MAGIC) or not decoder.position:
+                            raise
+                        decoder, self._fresh, before = TapeDecoder(), True, b""
+                before = chunk[-len(MAGIC) :]
         except _Cut as cut:
             self.torn = True
             self.notes.append(str(cut))
@@ -83,21 +124,115 @@ class Tape:
         if self.torn and not last:
             raise Unusable(f"{source} is cut short, but a later segment follows it")
 
-    def _check_segment(self, header: Header, source: str, number: int) -> None:
+    def _records(self, decoder: TapeDecoder, data: bytes, source: str) -> Iterator[Record]:
+        """The records that the bytes complete, those that are skipped left out."""
+        for record in decoder.feed(data):
+            self.position = decoder.position
+            self.ended = isinstance(record, TapeEnded)
+            if isinstance(record, Header):
+                if not self._fresh:
+                    raise Unusable(
+                        f"{source}: a header stands in the middle: two tapes were joined"
+                    )
+                self._check_segment(record, source)
+            self._fresh = False
+            place, self._place = self._place, self._place + 1
+            if place == 0 or place >= self._skipped:
+                yield record
+
+    def _check_segment(self, header: Header, source: str) -> None:
+        self._segment += 1
         if self.header is None:
             self.header = header
-            if number == 0 and header.segment:
+            if self._from is None and header.segment:
                 self.notes.append(f"the tape starts at segment {header.segment}: older ones went")
             return
-        expected = self.header.segment + number
+        expected = self.header.segment + self._segment - 1
         if header.segment != expected:
             raise Unusable(f"{source} is segment {header.segment}, where {expected} should follow")
         if header.geometry != self.header.geometry or header.model != self.header.model:
             raise Unusable(f"{source} is of another run than the segment before it")
 
+    def _chunks(self, source: str) -> Iterator[bytes]:
+        if source == STDIN:
+            file = sys.stdin.buffer
+            if file.seekable():
+                file.seek(0)
+            yield from self._plain_or_zstd(file)
+            return
+        with open(source, "rb") as opened:
+            yield from self._plain_or_zstd(opened)
+
+    def _plain_or_zstd(self, file: IO[bytes]) -> Iterator[bytes]:
+        chunk = self._next(file)
+        if not chunk.startswith(ZSTD_MAGIC):
+            while chunk:
+                yield chunk
+                chunk = self._next(file)
+            return
+        unpacker = zstandard.ZstdDecompressor().decompressobj()
+        while chunk:
+            for at in range(0, len(chunk), PIECE_BYTES):
+                yield unpacker.decompress(chunk[at : at + PIECE_BYTES])
+                if unpacker.eof:
+                    rest = unpacker.unused_data or chunk[at + PIECE_BYTES :]
+                    if rest or file.read(1):
+                        raise zstandard.ZstdError("bytes follow the end of the compressed stream")
+                    return
+            chunk = self._next(file)
+        raise _Cut("the compressed tape stops early")
+
+    def _next(self, file: IO[bytes]) -> bytes:
+        chunk = file.read(CHUNK_BYTES)
+        self.bytes_read += len(chunk)
+        return chunk
+
 
 class _Cut(Exception):
     """A compressed stream that stops early."""
+
+
+def keep_stdin() -> None:
+    """Make standard input a file that can be read more than once; it has no name, and goes with
+    the process. Raises Unusable where there is no room for it.
+    """
+    if sys.stdin.buffer.seekable():
+        return
+    kept = tempfile.TemporaryFile()  # noqa: SIM115 - it is standard input from here on
+    try:
+        shutil.copyfileobj(sys.stdin.buffer, kept, CHUNK_BYTES)
+    except OSError as error:
+        raise Unusable(
+            f"standard input cannot be kept to be read twice ({error}): write it to a file"
+        ) from error
+    sys.stdin = io.TextIOWrapper(kept)
+
+
+def _first_checkpoint(source: str) -> int | None:
+    """The step of a segment's first checkpoint; None where steps come before it."""
+    for record in Tape(source):
+        if isinstance(record, Checkpoint):
+            return record.step
+        if isinstance(record, StepPlanned):
+            break
+    return None
+
+
+def _last_checkpoint(source: str, step: int) -> tuple[int, int]:
+    """Place and step of the last checkpoint before the plan of a step. Raises Unusable."""
+    place, at, newest = -1, -1, -1
+    for number, record in enumerate(Tape(source)):
+        if isinstance(record, StepPlanned):
+            newest = record.step
+            if newest >= step:
+                break
+        elif isinstance(record, Checkpoint) and record.step < step:
+            place, at = number, record.step
+    if newest < step:
+        raise Unusable(f"the tape has no step {step} to start from: its last one is {newest}")
+    if place < 0:
+        raise Unusable(f"the tape holds no checkpoint before step {step}: it cannot start there")
+    return place, at
 
 
 def _sources(path: str, notes: list[str]) -> list[str]:
@@ -126,30 +261,15 @@ def _folder(folder: Path, notes: list[str]) -> list[str]:
     return [str(found[name]) for name in sorted(found) if name.split("-")[0] == runs[-1]]
 
 
-def _chunks(source: str) -> Iterator[bytes]:
-    if source == STDIN:
-        yield from _plain_or_zstd(sys.stdin.buffer)
-        return
-    with open(source, "rb") as file:
-        yield from _plain_or_zstd(file)
-
-
-def _plain_or_zstd(file: IO[bytes]) -> Iterator[bytes]:
-    chunk = file.read(CHUNK_BYTES)
-    if not chunk.startswith(ZSTD_MAGIC):
-        while chunk:
-            yield chunk
-            chunk = file.read(CHUNK_BYTES)
-        return
-    unpacker = zstandard.ZstdDecompressor().decompressobj()
-    while chunk:
-        yield unpacker.decompress(chunk)
-        if unpacker.eof:
-            if unpacker.unused_data or file.read(1):
-                raise zstandard.ZstdError("bytes follow the end of the compressed stream")
-            return
-        chunk = file.read(CHUNK_BYTES)
-    raise _Cut("the compressed tape stops early")
+def _size(sources: list[str]) -> int | None:
+    """Bytes of the files, as they are stored; None for a pipe."""
+    if sources == [STDIN]:
+        try:
+            size = os.fstat(sys.stdin.fileno()).st_size
+        except (OSError, ValueError):
+            return None
+        return size if sys.stdin.buffer.seekable() else None
+    return sum(Path(source).stat().st_size for source in sources)
 
 
 def read_header(path: str) -> Header:
@@ -160,4 +280,4 @@ def read_header(path: str) -> Header:
     raise Unusable(f"{path} holds no header")
 
 
-__all__ = ["STDIN", "Checkpoint", "Tape", "read_header"]
+__all__ = ["STDIN", "Checkpoint", "Tape", "keep_stdin", "read_header"]

@@ -6,53 +6,91 @@ import argparse
 
 from .arguments import TAPE_HELP, margin, number, tell
 from .cli import listing
+from .errors import Unusable
 from .fold import AT_END, EACH_EVENT, EACH_STEP
-from .report import as_json, as_text
+from .report import ReplayReport, as_json, as_text
 from .run import DEPTHS, Options, replay
 
+__all__ = ["ReplayReport", "main"]
+
+EXAMPLES = """examples:
+  replay capture.log                          does the cache agree with the record (no model)
+  replay capture.log --depth plan             does the scheduler decide the same again
+  replay capture.log --depth forward          does the model say the same, in the same batches
+  replay captures/ --from 9000 --until 9100   a part of a long capture, from its checkpoint on
+  zstdcat old.tape.zst | replay - --json      from a pipe, the report for a program
+"""
 EXIT_CODES = "exit codes: 0 no divergence, 1 diverged, 2 unusable, 3 clean but torn"
 
 
-def main(arguments: list[str]) -> int:
-    """Replay a tape and print the report; returns the exit code."""
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="replay",
+        usage="replay TAPE [options]\n       replay COMMAND ... (replay COMMAND --help)",
         description="Re-run a capture and name the first step at which cache and record disagree.",
-        epilog=f"{listing()}\n{EXIT_CODES}\n",
+        epilog=f"{listing()}\n{EXAMPLES}\n{EXIT_CODES}\n",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("tape", help=TAPE_HELP)
-    parser.add_argument("--depth", choices=DEPTHS, default=DEPTHS[0])
-    parser.add_argument("--json", action="store_true", help="the report as JSON")
-    parser.add_argument("--model", metavar="PATH", help="the model, if not the tape's own name")
-    parser.add_argument(
-        "--margin",
-        type=margin,
-        metavar="X",
-        help="a flip is excused where scores are this close (default: 0.05 on a CPU, else 0.5)",
+    parser.add_argument("tape", metavar="TAPE", help=TAPE_HELP)
+    how = parser.add_argument_group("how deep")
+    how.add_argument(
+        "--depth",
+        choices=DEPTHS,
+        default=DEPTHS[0],
+        help="fold: apply the events again; plan: run the scheduler again, too; forward: run the "
+        "model again, in the same batches; reference: each request alone, through mlx-lm",
     )
-    parser.add_argument("--until", type=number, metavar="STEP", help="stop after this step")
-    parser.add_argument("--seq", type=number, metavar="ID", help="compare this sequence only")
-    parser.add_argument(
+    how.add_argument(
         "--invariants",
         choices=(EACH_EVENT, EACH_STEP, AT_END),
         default=EACH_STEP,
         help="when to check them; `event` checks all after each event and is slow",
     )
-    parser.add_argument(
+    how.add_argument(
         "--strict", action="store_true", help="a last step without an answer is a crash"
     )
-    given = parser.parse_args(arguments)
+    part = parser.add_argument_group("which part")
+    part.add_argument(
+        "--from",
+        dest="start",
+        type=number,
+        metavar="STEP",
+        help="begin at the last checkpoint before this step",
+    )
+    part.add_argument("--until", type=number, metavar="STEP", help="stop after this step")
+    part.add_argument(
+        "--seq", type=number, metavar="ID", help="compare what was seen of this sequence only"
+    )
+    model = parser.add_argument_group("the model, for forward and reference")
+    model.add_argument("--model", metavar="PATH", help="where it is, if not where the tape says")
+    model.add_argument(
+        "--margin",
+        type=margin,
+        metavar="X",
+        help="a flip is excused where scores are this close (default: 0.05 on a CPU, else 0.5)",
+    )
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="the report as JSON")
+    return parser
+
+
+def main(arguments: list[str]) -> int:
+    """Replay a tape and print the report; returns the exit code."""
+    given = _parser().parse_args(arguments)
+    if None not in (given.start, given.until) and given.until < given.start:
+        raise Unusable(f"--until {given.until} is before --from {given.start}: nothing is between")
     outcome = replay(
         given.tape,
         Options(
             depth=given.depth,
             model=given.model,
             margin=given.margin,
+            start=given.start,
             until=given.until,
             only=given.seq,
             invariants=given.invariants,
             strict=given.strict,
+            progress=True,
             tell=tell,
         ),
     )

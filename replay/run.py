@@ -7,17 +7,19 @@ record, the earliest event wins, and the fold before the others.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Protocol
 
 from attrs import define, field, frozen
 
-from statemachine.records import Header, Record
+from statemachine.records import Header, Record, StepDone, StepFailed, StepPlanned
 
 from .divergence import CRASH, Diverged, Divergence
 from .errors import Unusable
 from .fold import EACH_STEP, Counts, Fold
+from .hints import with_table
+from .progress import progress
 from .reader import Tape
 
 FOLD = "fold"
@@ -34,17 +36,20 @@ CLEAN, DIVERGED, UNUSABLE, TORN = 0, 1, 2, 3
 class Options:
     """How a tape is replayed. margin None: a default that fits the device (models.py).
 
-    until: the last step to look at. only: a sequence; others are not compared. strict: a last step
-    that was never answered is a crash.
+    start: a step; begin at the last checkpoint before it. until: the last step to look at. only: a
+    sequence; others are not compared. strict: a last step that was never answered is a crash.
+    progress: show a bar, where there is a terminal.
     """
 
     depth: str = FOLD
     model: str | None = None
     margin: float | None = None
+    start: int | None = None
     until: int | None = None
     only: int | None = None
     invariants: str = EACH_STEP
     strict: bool = False
+    progress: bool = False
     tell: Callable[[str], None] = lambda _: None
 
 
@@ -64,6 +69,7 @@ class Outcome:
     notes: list[str] = field(factory=list)
     figures: dict[str, int | float | str] = field(factory=dict)
     only: int | None = None
+    started_after: int | None = None
 
 
 class Checker(Protocol):
@@ -117,21 +123,17 @@ def replay(path: str, options: Options) -> Outcome:
 
 
 def _replay(path: str, options: Options) -> Outcome:
-    tape = Tape(path)
+    tape = Tape(path, options.start)
     fold = Fold(options.invariants, options.only)
     checker = checker_for(options, fold)
     divergence: Divergence | None = None
-    stopped_at: int | None = None
-    at_end = False
+    stopped, at_end = False, False
+    watched = progress(tape, f"replay, {options.depth}") if options.progress else nullcontext(tape)
     try:
-        for record in tape:
-            step = getattr(record, "step", None)
-            if options.until is not None and step is not None and step > options.until:
-                stopped_at = options.until
-                break
-            _feed(fold, checker, record)
-        else:
-            at_end = True
+        with watched as records:
+            stopped = _feed_all(fold, checker, records, options.until)
+        at_end = not stopped
+        if at_end:
             _last_step(fold, tape, options)
         fold.finish()
     except Diverged as diverged:
@@ -141,14 +143,37 @@ def _replay(path: str, options: Options) -> Outcome:
         raise Unusable(f"{path} has no sequence {options.only}: nothing was compared")
     torn = at_end and (tape.torn or not tape.ended)
     code = DIVERGED if divergence else TORN if torn else CLEAN
+    hint = ""
+    if divergence is not None and fold.counts.records > 1:
+        divergence, hint = with_table(divergence, fold.state)
     outcome = Outcome(
         path, options.depth, code, fold.counts, tape.header, divergence,
-        torn, stopped_at, tape.position, list(tape.notes), only=options.only,
+        torn, options.until if stopped else None, tape.position, list(tape.notes),
+        only=options.only, started_after=tape.started_after,
     )  # fmt: skip
+    outcome.notes += [hint] if hint else []
     _add_notes(outcome, fold, tape)
+    if at_end and divergence is None and options.until is not None:
+        outcome.notes.append(f"the tape ends before step {options.until} is answered")
     if checker is not None:
         outcome.figures = checker.figures()
     return outcome
+
+
+def _feed_all(
+    fold: Fold, checker: Checker | None, records: Iterable[Record], until: int | None
+) -> bool:
+    """Whether it stopped early, with all steps up to `until` answered; that of the last of them
+    may stand behind the plan of the next one.
+    """
+    for record in records:
+        beyond = until is not None and isinstance(record, StepPlanned) and record.step > until
+        if until is not None and beyond and min(fold.pieces, default=until + 1) > until:
+            return True
+        _feed(fold, checker, record)
+        if until is not None and isinstance(record, StepDone | StepFailed) and record.step >= until:
+            return True
+    return False
 
 
 def _feed(fold: Fold, checker: Checker | None, record: Record) -> None:
@@ -208,6 +233,8 @@ def _add_notes(outcome: Outcome, fold: Fold, tape: Tape) -> None:
             f"gap{'s' if counts.gaps > 1 else ''}, where the disk was full: nothing is known of "
             "these steps"
         )
+    if not counts.steps and outcome.divergence is None:
+        outcome.notes.append("no step was compared: what was looked at holds none")
     if outcome.torn and not tape.torn and not fold.pieces:
         outcome.notes.append(
             "the tape has no end: it was cut, or its process did not stop in order"
