@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import ahead, blocks, drafts, forks, layers, lengths, model_owned, policy, queueing
+from . import ahead, blocks, drafts, forks, layers, lengths, model_owned, pending, policy, queueing
 from .fault import Fault
 
 ALL: tuple[Fault, ...] = (
@@ -11,6 +11,7 @@ ALL: tuple[Fault, ...] = (
     *policy.FAULTS.faults,
     *layers.FAULTS.faults,
     *ahead.FAULTS.faults,
+    *pending.FAULTS.faults,
     *drafts.FAULTS.faults,
     *forks.FAULTS.faults,
     *queueing.FAULTS.faults,
