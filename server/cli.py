@@ -184,9 +184,8 @@ _METAVARS = {
 def _add_flag(command: Any, field: attrs.Attribute[Any]) -> None:
     flag = "--" + field.name.replace("_", "-")
     text = field.metadata["help"]
-    if str(field.type).startswith("bool"):
-        if field.default is not None:
-            text += f" (default {'on' if field.default else 'off'})"
+    if isinstance(field.default, bool):
+        text += f" (default {'on' if field.default else 'off'})"
         command.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
         return
     if field.default is not None:

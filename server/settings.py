@@ -67,9 +67,7 @@ class Settings:
     prefix_aware: bool = _setting(
         True, "let a request wait while a running one computes more of its prompt"
     )
-    lookahead: bool | None = _setting(
-        None, "issue a step before the last one's tokens are read (default: where it is faster)"
-    )
+    lookahead: bool = _setting(True, "issue a step before the last one's tokens are read")
     draft_tokens: int = _setting(
         0, "tokens guessed ahead of an answer at most, by looking its end up in its own text"
     )
@@ -90,7 +88,7 @@ class Settings:
             prefill_cohort=self.prefill_cohort,
             prefix_cache=self.prefix_cache,
             prefix_aware=self.prefix_aware,
-            lookahead=bool(self.lookahead),
+            lookahead=self.lookahead,
             draft_tokens=self.draft_tokens,
             lookup_ngram=self.lookup_ngram,
             scheduling=self.scheduling,

@@ -19,7 +19,7 @@ from server.app import create_app
 from server.build import build_engine
 from server.engine import Engine
 from server.settings import Settings
-from statemachine.events import Appended, AppendedEach
+from statemachine.events import Appended, AppendedEach, Closed
 from statemachine.records import RequestArrived, StepDone, StepPlanned
 
 from .http_server import WAIT_S, LiveServer, live_server
@@ -123,17 +123,21 @@ class Taped:
 def on_tape(tape: Path) -> dict[int, Taped]:
     """All requests of a tape, by id."""
     found: dict[int, Taped] = {}
-    order: list[int] = []
+    orders: dict[int, list[int]] = {}
+    ended: set[int] = set()
     for record in Tape(str(tape)):
         if isinstance(record, RequestArrived):
             found[record.request] = Taped(record.tokens)
         elif isinstance(record, StepPlanned):
-            order = _batch_order(record)
+            orders[record.step] = _batch_order(record)
         elif isinstance(record, StepDone):
             rows = zip(record.sampled, record.tokens, record.margins, strict=True)
+            order = orders.pop(record.step)
             for place, token, margin in rows:
-                found[order[place]].tokens.append(token)
-                found[order[place]].margins.append(margin)
+                if order[place] not in ended:
+                    found[order[place]].tokens.append(token)
+                    found[order[place]].margins.append(margin)
+        ended |= {it.seq for it in getattr(record, "events", ()) if isinstance(it, Closed)}
     return found
 
 
