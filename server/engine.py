@@ -197,6 +197,7 @@ class Engine:
             "steps": counters.steps,
             "failed_steps": counters.failed_steps,
             "preemptions": counters.preemptions,
+            "plans_raised": counters.plans_raised,
             "shadow_found": counters.shadow_found,
             "capture_failures": counters.capture_failures,
             "capture_gaps": loop.capture_gaps,

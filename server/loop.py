@@ -104,6 +104,7 @@ class Counters:
         self.steps = 0
         self.failed_steps = 0
         self.failures_in_a_row = 0
+        self.plans_raised = 0
         self.preemptions = 0
         self.shadow_found = 0
         self.capture_failures = 0
@@ -179,9 +180,12 @@ class Loop:
         try:
             plan = scheduler.plan_step(self.view, self._policy)
         except Exception as error:
+            self.counters.plans_raised += 1
             if self._flights:
+                # It most likely raises again, with nothing in flight; then everything is given up.
+                log.exception("no plan could be made while a step was in flight")
                 self._flush(received)
-                return False  # it will raise again, with nothing in flight
+                return False
             self._give_up(received, error)
             return True
         if plan.idle:
