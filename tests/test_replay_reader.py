@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import zstandard
@@ -13,14 +15,25 @@ import zstandard
 from replay.cli import main
 from replay.errors import Unusable
 from replay.reader import Tape
-from replay.run import CLEAN, TORN, UNUSABLE, Options, replay
+from replay.run import CLEAN, DIVERGED, TORN, UNUSABLE, Options, replay
 from statemachine.codec import MAGIC, TapeDecoder, TapeEncoder
-from statemachine.records import Record, TapeEnded
+from statemachine.events import PURPOSES, Event, Reset
+from statemachine.records import (
+    NO_PARENT,
+    FlushRequested,
+    Header,
+    Record,
+    RequestArrived,
+    StepDone,
+    StepFailed,
+    TapeEnded,
+)
 
 from .sim import POLICY, TIGHT, header
 from .tapes import golden
 
 TAPE = golden.PATH.read_bytes()
+FLIGHTS = golden.FLIGHTS.read_bytes()
 
 
 def write(folder: Path, data: bytes, name: str = "tape.log") -> str:
@@ -35,11 +48,66 @@ def ends() -> list[int]:
     return [decoder.position for _ in decoder.feed(TAPE)]
 
 
-def test_the_golden_tape_is_what_this_version_writes_and_replays_clean() -> None:
-    assert golden.tape() == TAPE
+def test_a_tape_of_0_1_0_keeps_its_bytes_and_its_meaning() -> None:
+    digest = hashlib.sha256(TAPE).hexdigest()
+    assert digest == "d85ffcb03ae95064a93607a52eb2ef12c5317fdd1966b304a52dd3b996aaa15b"
+    first, *_ = Tape(str(golden.PATH))
+    assert isinstance(first, Header)
+    assert {"lookahead", "draft_tokens", "scheduling"} & set(first.policy) == set()
     for depth in ("fold", "plan"):
         outcome = replay(str(golden.PATH), Options(depth=depth, invariants="event"))
         assert outcome.exit_code == CLEAN, outcome.divergence
+
+
+def test_this_version_still_writes_all_records_of_a_tape_of_0_1_0_but_its_header() -> None:
+    assert golden.records()[1:] == list(Tape(str(golden.PATH)))[1:]
+
+
+def test_the_tape_of_flights_is_what_this_version_writes_and_replays_clean() -> None:
+    assert golden.tape() == FLIGHTS
+    for depth in ("fold", "plan"):
+        outcome = replay(str(golden.FLIGHTS), Options(depth=depth, invariants="event"))
+        assert outcome.exit_code == CLEAN, outcome.divergence
+
+
+def test_the_tape_of_flights_holds_all_that_the_scheduler_can_do() -> None:
+    records = list(Tape(str(golden.FLIGHTS)))
+    events = [event for record in records for event in getattr(record, "events", ())]
+    purposes = {getattr(event, "purpose", "") for event in events} - {""}
+    assert purposes == set(PURPOSES)
+    assert {type(event) for event in events} == set(get_args(Event)) - {Reset}
+    stages = [record.stage for record in records if isinstance(record, StepFailed)]
+    assert stages == ["build", "eval", "void"]
+    arrived = [record for record in records if isinstance(record, RequestArrived)]
+    assert {request.parameters.priority for request in arrived} == {-1, 0, 1, 2}
+    assert any(request.parent != NO_PARENT for request in arrived)
+    header = records[0]
+    assert isinstance(header, Header)
+    assert [group.kind for group in header.geometry.groups] == ["full", "window"]
+    assert any(isinstance(record, FlushRequested) for record in records)
+    assert len(FLIGHTS) < 12_000
+
+
+def test_the_divergent_tape_is_the_other_with_one_event_changed() -> None:
+    changed, _, _ = golden.diverged()
+    assert TapeEncoder().encode(changed) == golden.DIVERGED.read_bytes()
+    pairs = zip(golden.flights(), changed, strict=True)
+    assert [type(left) for left, right in pairs if left != right] == [StepDone]
+
+
+@pytest.mark.parametrize("depth", ["fold", "plan"])
+def test_the_divergent_tape_diverges_at_its_step_and_sequence(
+    depth: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, step, sequence = golden.diverged()
+    found = replay(str(golden.DIVERGED), Options(depth=depth)).divergence
+    assert found is not None
+    assert (found.kind, found.step, found.record) == ("fold", step, "StepDone")
+    assert found.sequence == sequence
+    (values,) = found.values
+    assert (values.name, values.derived - values.recorded) == ("offset", 1)
+    assert main([str(golden.DIVERGED), "--depth", depth]) == DIVERGED
+    assert f"step {step}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("seed", ["1", "2"])
@@ -51,7 +119,7 @@ def test_another_process_with_another_hash_seed_writes_the_same_bytes(seed: str)
         capture_output=True,
         check=True,
     )
-    assert made.stdout == TAPE
+    assert made.stdout == FLIGHTS
 
 
 def test_a_capture_cut_at_any_byte_of_its_last_4_kib_reads_to_its_last_whole_frame(
