@@ -18,8 +18,10 @@ from statemachine.tags import UNWRITTEN, committed_tags, pending_tag, row_tag, s
 
 Tags = npt.NDArray[np.uint64]
 
-SEQUENCES_MAX = 4096
-"""Sequences whose full blocks are remembered, least recently asked for first out."""
+SEQUENCES_MAX = 256
+"""Sequences whose tags are remembered in one piece, least recently asked for first out. Ended ones
+are among them, at 8 bytes a row and their tokens; others are put together from BLOCKS_MAX.
+"""
 TOKEN_BYTES = 8
 BLOCKS_MAX = 1 << 16
 """Full blocks whose tags are remembered by key."""
