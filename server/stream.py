@@ -128,12 +128,16 @@ def _failure(update: Update) -> ApiError:
 
 
 async def while_connected(receive: Receive, work: Awaitable[Any]) -> Any:
-    """`work`'s result; ClientDisconnect, with `work` cancelled, where the client goes first."""
+    """`work`'s result; ClientDisconnect, with `work` cancelled, where the client goes first.
+
+    Also where it goes in the same turn of the loop: a disconnect is told once, and nobody behind
+    this would hear of it.
+    """
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_disconnect(receive))
     try:
         await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
+        if watching.done():
             raise ClientDisconnect
         return working.result()
     finally:
