@@ -73,7 +73,7 @@ READS: dict[str, tuple[str, ...]] = {
     "content_matches_keys": ("sequences",),
     "index_is_findable": _INDEX,
     "published_rows_are_committed": ("groups", "sequences", "entries", "written_step"),
-    "shared_blocks_are_full_or_read_only": ("groups", "sequences"),
+    "shared_rows_are_committed": ("groups", "sequences"),
 }
 """Parts of the state that each predicate looks at (a test asks them); one not named here: all."""
 

@@ -1,8 +1,9 @@
 """Minimise: a failing load, made as small as it can be while it still fails in the same way.
 
-Delta debugging, without chance: first whole requests go, in halves, then smaller and smaller runs;
-then one thing after another of what is left is made simpler, until nothing that is tried still
-fails. Knows nothing of what a failure is: `fails` names its kind.
+Delta debugging, without chance: first a request that leaves is tried by itself; then whole requests
+go, in halves, then smaller and smaller runs; then one thing after another of what is left is made
+simpler, until nothing that is tried still fails. Knows nothing of what a failure is: `fails` names
+its kind.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from server.policy import Policy
 
 from .simulation_load import Load, Request
 
-TRIES = 2_000
+TRIES = 1_000
 """Runs after which what was found so far has to do."""
 
 Fails = Callable[[Load], str | None]
@@ -34,6 +35,7 @@ def minimise(load: Load, fails: Fails, tries: int = TRIES) -> Load:
     def same(candidate: Load) -> bool:
         return next(left, None) is not None and fails(candidate) == kind
 
+    load = next((it for it in _lone_requests(load) if same(it)), load)
     load = _fewer_requests(load, same)
     moved = True
     while moved:
@@ -42,6 +44,15 @@ def minimise(load: Load, fails: Fails, tries: int = TRIES) -> Load:
             load, did = _descend(load, simpler, same)
             moved = moved or did
     return load
+
+
+def _lone_requests(load: Load) -> Iterator[Load]:
+    """One request that leaves, at another moment: its own has no meaning without the others."""
+    leaving = [it for it in load.requests if it.cancel_at is not None]
+    for request in leaving if len(load.requests) > 1 else ():
+        for step in (2, 3, 4):
+            alone = evolve(request, at=1, cancel_at=step, max_tokens=8, parent=None)
+            yield evolve(load, requests=(alone,))
 
 
 def _fewer_requests(load: Load, same: Callable[[Load], bool]) -> Load:
@@ -76,7 +87,8 @@ def _simpler_load(load: Load) -> Iterator[Load]:
     for at in range(len(load.requests)):
         if len(load.requests) > 1:
             yield evolve(load, requests=load.requests[:at] + load.requests[at + 1 :])
-    yield from _defaults(load, ("segment_bytes", "stop_at", "waiting_max", "poison", "sanitize"))
+    plain = ("segment_bytes", "stop_at", "waiting_max", "poison", "sanitize")
+    yield from _defaults(load, (*plain, "flush_at", "vocab", "period"))
     for name in ("fail", "full_disk"):
         given = getattr(load, name)
         for key in given:

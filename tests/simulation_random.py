@@ -36,7 +36,7 @@ def random_load(seed: int) -> Load:
     chance = random.Random(seed)
     heavy = chance.random() < 0.25
     policy = _policy(chance, heavy)
-    geometry = _roomy(_geometry(chance, heavy), policy)
+    geometry = roomy(_geometry(chance, heavy), policy)
     requests = _requests(chance, seed, heavy)
     last = max(request.at for request in requests)
     segments = chance.choice([400, 3000]) if chance.random() < 0.02 else 0
@@ -95,7 +95,7 @@ def _policy(chance: random.Random, heavy: bool) -> Policy:
     )
 
 
-def _roomy(geometry: Geometry, policy: Policy) -> Geometry:
+def roomy(geometry: Geometry, policy: Policy) -> Geometry:
     """The pool with windows that hold a piece of a prompt, without which no engine starts."""
     try:
         check_pool(geometry, policy)
@@ -104,7 +104,7 @@ def _roomy(geometry: Geometry, policy: Policy) -> Geometry:
             structs.replace(group, num_blocks=2 * group.num_blocks) if group.window else group
             for group in geometry.groups
         )
-        return _roomy(structs.replace(geometry, groups=groups), policy)
+        return roomy(structs.replace(geometry, groups=groups), policy)
     return geometry
 
 

@@ -12,7 +12,7 @@ from msgspec import structs
 
 from kernel.fake import Failure
 from server.policy import Policy
-from server.submission import STOP, Update
+from server.submission import LENGTH, STOP, Update
 from statemachine import invariants
 from statemachine.errors import InvariantBroken
 from statemachine.events import Namespace
@@ -29,9 +29,16 @@ from .simulation_check import READS, Invariants, check_load, spent
 from .simulation_disk import HALF, NONE, STUCK
 from .simulation_load import Load, Request, literal
 from .simulation_minimize import minimise
-from .simulation_random import random_load
+from .simulation_random import random_load, roomy
 
 RUNS = 160
+ENDED = (STOP, LENGTH)
+SETTINGS: tuple[dict[str, Any], ...] = (
+    {"lookahead": False, "draft_tokens": 0},
+    {"lookahead": True, "draft_tokens": 0},
+    {"lookahead": False, "draft_tokens": 3, "lookup_ngram": 1},
+    {"lookahead": True, "draft_tokens": 3, "lookup_ngram": 1},
+)
 NAMES = {
     "Load": Load,
     "Request": Request,
@@ -50,9 +57,25 @@ def test_random_loads_are_clean_and_have_everything_in_them() -> None:
     for seed in range(RUNS):
         had.update(happened(check(seed)))
     # A run says nothing of what did not happen in it.
-    for name in ("preemption", "failed step", "cancel", "adopted prefix", "stop string"):
+    often = (
+        "lookahead",
+        "drafts",
+        "accepted drafts",
+        "preemption",
+        "failed step",
+        "cancel",
+        "fork",
+    )
+    for name in (
+        *often,
+        "adopted prefix",
+        "copied block",
+        "rewound rows",
+        "stop string",
+        "refusal",
+    ):
         assert had[name] > RUNS // 10, name
-    for name in ("full disk", "lost client", "refusal", "window", "engine stopped"):
+    for name in ("full disk", "lost client", "flush", "window", "engine stopped", "priority"):
         assert had[name] >= 2, name
 
 
@@ -88,6 +111,27 @@ def test_an_answer_worked_out_alone_is_what_the_scheduler_answers_one_request(se
     assert compared > 5
 
 
+def _ended(load: Load) -> tuple[dict[int, tuple[int, ...]], list[str]]:
+    """Answers of the requests that ended by themselves, and what the run had in it."""
+    played = check_load(load, every_event=False)
+    by_number = enumerate(zip(played.answers, played.reasons, strict=True))
+    return {number: answer for number, (answer, why) in by_number if why in ENDED}, happened(played)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_lookahead_and_drafts_change_no_answer(seed: int) -> None:
+    load = random_load(seed)
+    policies = [structs.replace(load.policy, **changes) for changes in SETTINGS]
+    pool = roomy(load.geometry, policies[-1])
+    runs = [_ended(evolve(load, policy=policy, geometry=pool)) for policy in policies]
+    plain, _ = runs[0]
+    for (answers, had), policy in zip(runs, policies, strict=True):
+        both = sorted(plain.keys() & answers.keys())
+        assert [answers[number] for number in both] == [plain[number] for number in both]
+        assert "lookahead" not in had or policy.lookahead
+        assert "drafts" not in had or policy.draft_tokens
+
+
 @pytest.mark.parametrize("how", [NONE, HALF, STUCK])
 @pytest.mark.parametrize("first", [0, 1, 5])
 def test_a_tape_with_a_gap_replays_and_no_answer_is_lost(how: str, first: int) -> None:
@@ -104,7 +148,7 @@ def test_bounds_are_not_out_of_reach() -> None:
         load = random_load(seed)
         played = check_load(load, every_event=False)
         for number, reason in enumerate(played.reasons):
-            if reason in (STOP, "length"):
+            if reason in ENDED:
                 taken, most = spent(load, played, number)
                 closest = max(closest, taken / most)
     assert 0.4 < closest <= 1
@@ -171,7 +215,7 @@ PLANTED: dict[str, tuple[str, Callable[[Any], Any], str]] = {
     "sees no stop string": ("server.clients:Clients.stopped", _sees_no_stop, "answer"),
     "draws with one seed": ("kernel.fake:FakeKernel._draw", _seeds_alike, "answer"),
     "one prompt row a step": ("server.sharing:share", _one_row_a_step, "liveness"),
-    "fails to make room": ("server.scheduler:Draft.make_room", _never_preempts, "replay: plan"),
+    "fails to make room": ("server.draft:Draft.make_room", _never_preempts, "replay: plan"),
     "loses a record": ("server.capture:CaptureWriter._put", _loses_a_record, "replay: fold"),
 }
 
@@ -189,7 +233,8 @@ def test_what_is_put_wrong_is_found_by_random_loads_as_what_it_is(name: str) -> 
 def test_a_failing_load_is_minimised_to_a_literal_that_fails_in_the_same_way() -> None:
     target, make, kind = PLANTED["leaks when cancelled"]
     with replaced(target, make):
-        load = next(it for it in map(random_load, range(40, 99)) if failure_of(it) == kind)
+        load = random_load(41)
+        assert len(load.requests) > 20
         small = minimise(load, failure_of)
         again = eval(literal(small), NAMES)
         assert failure_of(again) == kind
@@ -197,11 +242,8 @@ def test_a_failing_load_is_minimised_to_a_literal_that_fails_in_the_same_way() -
     assert failure_of(again) is None
     assert literal(small) in said
     assert load.name in said
-    (request,) = small.requests
-    assert request.tokens == (1,)
-    assert request != Request((1,), request.max_tokens)  # something made it leave
-    assert (small.fail, small.full_disk, small.policy) == ({}, {}, Policy())
-    assert minimise(load, lambda it: "always" if it.requests else None).requests[0].tokens == (1,)
+    assert small.requests == (Request((1,), 2, cancel_at=2),)
+    assert (small.policy, small.fail, small.flush_at) == (Policy(), {}, ())
 
 
 def test_a_load_that_does_not_fail_is_not_minimised() -> None:
