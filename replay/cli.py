@@ -35,6 +35,9 @@ CHANGE = "change a tape"
 
 COMMANDS: dict[str, Command] = {
     "show": Command("show", LOOK, "a moment, a sequence's life or a block's, from a tape"),
+    "stat": Command("stat", LOOK, "what a tape adds up to: requests, tokens, rows, pool, times"),
+    "minimize": Command("minimize", CUT, "the smallest tape that still diverges in the same way"),
+    "test": Command("pytestfile", CUT, "a pytest file that fails while the fault is in the code"),
     "check": Command("check", CUT, "run cache scripts against the state machine"),
 }
 
