@@ -24,6 +24,7 @@ def main(arguments: list[str]) -> int:
     plain: dict[int, float] = {}
     if "machine" in sections:
         table.section("what the tape costs (64 decode rows, one core)")
+        machine.yardstick(table)
         machine.state_machine(table)
         machine.policy(table)
         machine.encoding(table)
