@@ -158,7 +158,7 @@ class Fold:
         self.counts.rows += sum(pieces.rows)
 
     def _batch(self, record: StepPlanned) -> Pieces:
-        seqs, rows, places = _issued(record.events)
+        seqs, rows, places = issued(record.events)
         sequences = self.state.sequences
         try:
             found = [sequences[seq] for seq in seqs]
@@ -315,7 +315,7 @@ def _offset(sequence: Sequence | None) -> int:
     return sequence.committed + len(sequence.speculative) + sequence.pads
 
 
-def _issued(events: tuple[Event, ...]) -> tuple[list[int], list[int], dict[int, int]]:
+def issued(events: tuple[Event, ...]) -> tuple[list[int], list[int], dict[int, int]]:
     """Sequences and rows of the batch that a plan's appends make; Pieces.places."""
     seqs: list[int] = []
     rows: list[int] = []

@@ -43,9 +43,10 @@ class Tape:
     checkpoint that a tape from the middle begins with.
     """
 
-    def __init__(self, path: str, from_step: int | None = None) -> None:
+    def __init__(self, path: str, from_step: int | None = None, near: int | None = None) -> None:
         """`from_step`: begin with the last checkpoint that stands before this step's plan; whole
-        segments before it are not read. Raises Unusable where there is no such tape.
+        segments before it are not read. `near`: only leave such segments out. Raises Unusable
+        where there is no such tape.
         """
         self.path = path
         self.header: Header | None = None
@@ -57,6 +58,7 @@ class Tape:
         self.bytes_read = 0
         self.started_after: int | None = None
         self._from = from_step
+        self._near = near if from_step is None else from_step
         self._skipped = 0
         self._segment = 0
         self._place = 0
@@ -66,6 +68,8 @@ class Tape:
 
     def __iter__(self) -> Iterator[Record]:
         """The records in order. Raises Unusable where a tape is no tape, or corrupt."""
+        if self._near is not None:
+            self._skip_segments(self._near)
         if self._from is not None:
             self._find_start(self._from)
         for source in self._segments:
@@ -74,19 +78,23 @@ class Tape:
         if self.header is None:
             raise Unusable(f"{self.path} is too short to hold a header: there is nothing to replay")
 
-    def _find_start(self, step: int) -> None:
-        """Leave out what stands before the last checkpoint before a step."""
-        if self.path == STDIN:
-            keep_stdin()
+    def _skip_segments(self, step: int) -> None:
+        """Leave out the segments that end before the last one whose checkpoint is before a step."""
         segments = self._segments
         for number in range(len(segments) - 1, 0, -1):
             first = _first_checkpoint(segments[number])
             if first is not None and first < step:
                 self._segments = segments[number:]
-                break
+                self.bytes_total = _size(self._segments)
+                return
+
+    def _find_start(self, step: int) -> None:
+        """Leave out what stands before the last checkpoint before a step."""
+        if self.path == STDIN:
+            keep_stdin()
+            self.bytes_total = _size(self._segments)
         self._skipped, self.started_after = _last_checkpoint(self._segments[0], step)
-        self.bytes_total = _size(self._segments)
-        if self._skipped > 1 or len(self._segments) < len(segments):
+        if self.started_after:
             self.notes.append(
                 f"it starts at the checkpoint after step {self.started_after}, the last one before "
                 f"step {step}: nothing before it was looked at"
@@ -144,7 +152,7 @@ class Tape:
         self._segment += 1
         if self.header is None:
             self.header = header
-            if self._from is None and header.segment:
+            if self._near is None and header.segment:
                 self.notes.append(f"the tape starts at segment {header.segment}: older ones went")
             return
         expected = self.header.segment + self._segment - 1

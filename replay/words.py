@@ -127,6 +127,8 @@ def event_words(event: Event, named: bool = False) -> str:
     """An event in words; `named`: with the sequence that it is about."""
     words = _WORDS[type(event)](event)
     seq = getattr(event, "seq", None)
+    if isinstance(event, ev.AppendedEach | ev.CommittedEach) and len(event.seqs) == 1:
+        seq = event.seqs[0]
     return f"sequence {seq}: {words}" if named and seq is not None else words
 
 

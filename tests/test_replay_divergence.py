@@ -349,30 +349,6 @@ def test_a_number_that_is_none_is_refused_with_what_it_must_be(
     assert "number of 0 or more, not " in capsys.readouterr().err
 
 
-def test_show_prints_a_step_and_a_sequence(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["show", str(golden.PATH), "--at", "9"]) == CLEAN
-    shown = capsys.readouterr().out
-    assert shown.startswith("step 9 planned")
-    assert "step 9 done" in shown
-    assert "observed: start" in shown
-    assert "step 10" not in shown
-    assert main(["show", str(golden.PATH), "--seq", "3"]) == CLEAN
-    shown = capsys.readouterr().out
-    assert shown.startswith("request 3 arrived")
-    assert '"Closed","seq":3' in shown
-    assert '"seq":4' not in shown
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"), [(["--at", "999"], "has no step 999"), (["--seq", "99"], "no sequence")]
-)
-def test_show_refuses_what_is_not_on_the_tape(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
-) -> None:
-    assert main(["show", str(golden.PATH), *arguments]) == 2
-    assert said in capsys.readouterr().err
-
-
 def test_a_model_that_is_missing_is_refused_in_a_sentence(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

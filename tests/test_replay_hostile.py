@@ -201,9 +201,13 @@ def test_columns_of_unequal_length_are_reported_and_shown(
     bad = AppendedEach(1, (0, 1), (5,), "decode")
     path = write(tmp_path, [header(POOL, POLICY), StepPlanned(1, (OPENED, two, bad), 0)])
     assert said(capsys, path)[0] == DIVERGED
-    code, text = said(capsys, "show", path, "--seq", "1")
+    code, text = said(capsys, "show", path, "--seq", "1", "--events")
     assert code == 0
     assert "AppendedEach" in text
+    assert "decode: 1 row, position 0" in said(capsys, "show", path, "--seq", "1")[1]
+    code, text = said(capsys, "show", path, "--at", "1")
+    assert code == 0
+    assert "THE TAPE CANNOT BE FOLLOWED TO HERE: at step 1 an event cannot be applied" in text
 
 
 def test_a_long_event_is_cut_in_the_report_for_people_and_whole_in_json(
