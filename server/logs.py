@@ -16,7 +16,11 @@ def configure_logs(level: str = "info") -> None:
     terminal = sys.stderr.isatty()
     renderer: structlog.typing.Processor
     if terminal:
-        renderer = structlog.dev.ConsoleRenderer(colors=True, sort_keys=False)
+        # The default shows the locals of every frame: all of a pool, for tens of seconds, and
+        # prompts in a log.
+        renderer = structlog.dev.ConsoleRenderer(
+            colors=True, sort_keys=False, exception_formatter=structlog.dev.plain_traceback
+        )
     else:
         order = ["timestamp", "level", "event"]
         renderer = structlog.processors.LogfmtRenderer(key_order=order, bool_as_flag=False)

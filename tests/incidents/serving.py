@@ -10,7 +10,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,15 @@ class Served:
         connection.sendall(head.encode() + b"\r\n\r\n" + body)
         return connection
 
+    def post(self, content: Any, **fields: Any) -> HTTPConnection:
+        """Send a request and leave its response where it is; returns once the engine has it."""
+        before = self.engine._next_request
+        body = {"messages": [{"role": "user", "content": content}], "temperature": 0, **fields}
+        connection = HTTPConnection(self.server.host, self.server.port, timeout=WAIT_S)
+        connection.request("POST", "/v1/chat/completions", json.dumps(body))
+        self.until(lambda: self.engine._next_request == before + 1)
+        return connection
+
     def until(self, holds: Callable[[], bool]) -> None:
         """Wait until something is so."""
         end_s = time.monotonic() + WAIT_S
@@ -127,6 +137,39 @@ class Served:
         assert engine.status()["shadow_found"] == 0
         engine.flush()
         self.until(lambda: engine.status()["free"] == engine.status()["num_blocks"])
+
+
+@frozen
+class Read:
+    """An answer as its client read it: pieces of text (one, if not streamed), end, tokens."""
+
+    pieces: list[str]
+    reason: str
+    tokens: int
+
+    @property
+    def text(self) -> str:
+        """The pieces, joined."""
+        return "".join(self.pieces)
+
+
+def read(connection: HTTPConnection) -> Read:
+    """The response to a request that was posted; a stream asked for its usage."""
+    with closing(connection):
+        response = connection.getresponse()
+        body = response.read().decode()  # strictly: bytes that are no UTF-8 raise
+    assert response.status == 200, body
+    if not body.startswith("data: "):
+        answer = json.loads(body)
+        choice = answer["choices"][0]
+        used = answer["usage"]["completion_tokens"]
+        return Read([choice["message"]["content"]], choice["finish_reason"], used)
+    *events, done, rest = body.split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    *chunks, last = [json.loads(event.removeprefix("data: ")) for event in events]
+    choices = [chunk["choices"][0] for chunk in chunks]
+    pieces = [choice["delta"].get("content", "") for choice in choices]
+    return Read(pieces, choices[-1]["finish_reason"], last["usage"]["completion_tokens"])
 
 
 @contextmanager
