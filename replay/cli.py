@@ -39,6 +39,7 @@ COMMANDS: dict[str, Command] = {
     "minimize": Command("minimize", CUT, "the smallest tape that still diverges in the same way"),
     "test": Command("pytestfile", CUT, "a pytest file that fails while the fault is in the code"),
     "check": Command("check", CUT, "run cache scripts against the state machine"),
+    "diff": Command("diff", COMPARE, "the first place where two runs answer otherwise, by request"),
 }
 
 

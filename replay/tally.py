@@ -128,7 +128,7 @@ class Tally:
             return
         live = self.following.answers.live
         if isinstance(record, StepDone):
-            _require_columns(record)
+            require_columns(record)
         if isinstance(record, RequestCancelled):
             self._cancelled(record, live.get(record.request))
         if isinstance(record, StepPlanned | StepDone | StepFailed):
@@ -196,6 +196,7 @@ class Tally:
         self.counts.lost_records += record.records
         self._ways.clear()
         self._running.clear()
+        self.following.answers.live.clear()
         self._start = True
 
     def _timed(self, record: StepTimed) -> None:
@@ -315,7 +316,7 @@ def answer_tokens(answer: Answer) -> int:
     return tokens if answer.kept is None else min(tokens, answer.kept)
 
 
-def _require_columns(record: StepDone) -> None:
+def require_columns(record: StepDone) -> None:
     """Samples, tokens, logits and margins go together."""
     lengths = len(record.sampled), len(record.tokens), len(record.logits), len(record.margins)
     if len(set(lengths)) > 1:
