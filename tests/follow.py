@@ -107,9 +107,10 @@ def follow(sim: Sim, invariants: str = "event") -> None:
     fold.finish()
 
 
-def clean(sim: Sim, invariants: str = "event") -> None:
+def clean(sim: Sim, invariants: str = "event", plans_raised: int = 0) -> None:
     """`follow`, and nobody is left, nothing is held, and no row was ever another's."""
     follow(sim, invariants)
+    assert sim.engine._loop.counters.plans_raised == plans_raised  # type: ignore[union-attr]
     assert sim.idle_counts() == idle(sim.kernel.geometry)
     assert sim.engine.status()["shadow_found"] == 0
     assert not sim.engine._loop.busy  # type: ignore[union-attr]

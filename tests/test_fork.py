@@ -257,6 +257,9 @@ def test_another_prompt_or_namespace_with_a_parent_shares_nothing(
     inbox = Inbox()
     given = Submission(tokens, Parameters(4), namespace=namespace, parent=0)
     sim.inboxes[sim.engine.submit(given, inbox)] = inbox
+    sim.step()
+    # Nor does it wait for the other's prompt.
+    assert {e.seq for e in planned(sim, 1) if isinstance(e, Appended)} == {0, 1}
     sim.run()
     assert sim.events(Forked) == []
     expected = Sim(BLOCKS_16, structs.replace(POLICY, prefix_cache=False))

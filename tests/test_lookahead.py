@@ -449,3 +449,30 @@ def test_the_loop_has_work_while_a_step_flies_and_none_after() -> None:
     assert outline(sim) == "P1 D1"
     assert not loop.busy
     assert not sim.step()
+
+
+def test_the_loop_has_work_while_a_step_flies_whose_requests_have_all_ended() -> None:
+    sim = Sim(policy=AHEAD, script=sevens)
+    loop = sim.engine._loop
+    assert loop is not None
+    sim.submit(range(5), 9, end_tokens=(7,))
+    turns(sim, 2)
+    assert (len(sim.engine.view.requests), len(sim.engine.view.flights)) == (0, 1)
+    turns(sim, 1)
+    assert outline(sim) == "P1 P2 D1"
+    assert sim.engine.view.flights == ()
+    turns(sim, 1)
+    assert outline(sim) == "P1 P2 D1 D2"
+    assert not loop.busy
+
+
+def test_a_flight_of_which_nobody_is_left_is_work_even_with_all_else_on_tape() -> None:
+    sim = Sim(policy=AHEAD, script=sevens)
+    loop = sim.engine._loop
+    assert loop is not None
+    sim.submit(range(5), 9, end_tokens=(7,))
+    turns(sim, 2)
+    loop._flush([])  # D1 is on tape, so that nothing but the flight is left to do
+    assert loop.busy
+    sim.run()
+    clean(sim)

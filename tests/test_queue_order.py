@@ -9,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
+from server import scheduler
 from server.admission import PASSES_MAX
 from server.policy import PRIORITY, Policy
+from server.view import StepPlan, View, initial, receive
 from server.waiting import CHUNK, Waiting, waiting_of
 from statemachine.events import (
     PROMPT,
@@ -21,9 +23,10 @@ from statemachine.events import (
     PrefixAdopted,
 )
 from statemachine.geometry import Geometry, Group
+from statemachine.records import Parameters, RequestArrived
 
 from .follow import clean, planned, pool, random_load, same_answers
-from .sim import POLICY, Sim, answer_alone
+from .sim import POLICY, SMALL, Sim, answer_alone
 
 BY_PRIORITY = structs.replace(POLICY, scheduling=PRIORITY)
 AWARE = structs.replace(POLICY, prefix_aware=True)
@@ -275,19 +278,28 @@ def test_a_request_does_not_wait_for_what_it_could_not_adopt(
 
 
 def test_a_request_does_not_wait_for_a_shorter_share_than_it_can_find() -> None:
-    sim = Sim(policy=structs.replace(AWARE, prefill_chunk=8))
-    sim.submit(TOKENS[:24], 1)
-    sim.run()
-    steps = sim.next_step
-    # 1 is at the same 24 rows and will publish more of another text; 2 finds all that they share.
-    sim.submit((*TOKENS[:24], *range(30)), 2, namespace=Namespace())
-    third = sim.submit((*TOKENS[:24], 60, 61), 2)
-    sim.step()
-    rows = {e.seq for e in planned(sim, steps) if isinstance(e, Appended)}
-    assert rows == {1, 2}
-    sim.run()
-    assert third.cached_tokens == 24
-    clean(sim)
+    """0 left 24 rows in the index. 1 computes 16 of them again, as a request does that found no
+    room to adopt them; 2 can find all 24 now.
+    """
+    view = initial(SMALL, AWARE)
+
+    def step(view: View, policy: Policy) -> tuple[View, StepPlan]:
+        plan = scheduler.plan_step(view, policy)
+        view = scheduler.begin(view, plan)
+        tokens = (7,) * sum(piece.samples for piece in plan.pieces)
+        found = scheduler.outcomes(view, plan, tokens, ())
+        events = scheduler.close_step(view, plan, found)
+        return scheduler.settle(view, plan, found, events), plan
+
+    texts = (TOKENS[:24], (*TOKENS[:16], *range(30)), (*TOKENS[:24], 60, 61))
+    view = receive(view, RequestArrived(0, "", texts[0], Parameters(1)))
+    for _ in range(2):
+        view, _ = step(view, AWARE)
+    view = receive(view, RequestArrived(1, "", texts[1], Parameters(1)))
+    view, _ = step(view, structs.replace(AWARE, prefix_cache=False, prefill_chunk=4))
+    view = receive(view, RequestArrived(2, "", texts[2], Parameters(1)))
+    view, plan = step(view, AWARE)
+    assert plan.admitted == ((2, 24),)
 
 
 def test_nobody_waits_for_a_prefix_without_the_prefix_cache() -> None:
