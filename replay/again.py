@@ -69,6 +69,7 @@ class Inputs:
     ends: dict[int, int] = field(factory=dict)
     told: dict[tuple[int, int], int] = field(factory=dict)
     broke: list[Broke] = field(factory=list)
+    checkpoints: list[int] = field(factory=list)
     last: int = 0
 
     def only(self, requests: frozenset[int]) -> Inputs:
@@ -83,7 +84,7 @@ class Inputs:
             mine = frozenset(piece for piece in it.pieces if piece[0] in requests)
             if mine:
                 broke.append(_fewer(it, mine))
-        return Inputs(self.header, given, self.ends, self.told, broke, self.last)
+        return Inputs(self.header, given, self.ends, self.told, broke, [], self.last)
 
 
 def _fewer(broke: Broke, pieces: frozenset[tuple[int, int]]) -> Broke:
@@ -130,6 +131,8 @@ class _Reader:
         self.answers.begin(record)
         if isinstance(record, RequestArrived | RequestCancelled | FlushRequested):
             self.waiting.append(record)
+        elif isinstance(record, Checkpoint) and record.step:
+            self.inputs.checkpoints.append(record.step)
         elif isinstance(record, Finished):
             self.inputs.ends[record.request] = record.tokens_kept
         elif isinstance(record, StepPlanned):
@@ -185,16 +188,29 @@ def _require_start(record: Checkpoint) -> None:
 
 
 class Memory:
-    """A capture that keeps its records."""
+    """A capture that keeps its records, and asks for checkpoints when the tape has some."""
 
-    def __init__(self) -> None:
+    def __init__(self, header: Header, checkpoints: list[int]) -> None:
         self.records: list[Record] = []
+        self._header = header
         self.position = self.gaps = 0
-        self.checkpoint_due = False
+        self._due = list(checkpoints)
+        self._step = 0
+
+    @property
+    def checkpoint_due(self) -> bool:
+        """Whether the step before the next checkpoint on tape was planned."""
+        return bool(self._due) and self._due[0] <= self._step
 
     def write(self, records: list[Record]) -> None:
         """Put records at the end."""
-        self.records += records
+        for record in records:
+            if isinstance(record, StepPlanned):
+                self._step = record.step
+            elif isinstance(record, Checkpoint) and record.step and self._due:
+                self._due.pop(0)
+                self.records.append(self._header)  # a new segment begins
+            self.records.append(record)
 
     def close(self) -> None:
         """Nothing more will come."""
@@ -225,11 +241,11 @@ def run_again(inputs: Inputs, kernel: Kernel | None = None) -> list[Record]:
     from server.loop import Loop, Parts
 
     header, policy = inputs.header, policy_of(inputs.header)
-    capture = Memory()
     texts = iter(_texts(inputs))
     run_on = _fake(inputs) if kernel is None else kernel
     if kernel is None:
         header = structs.replace(header, sanitize=FULL)
+    capture = Memory(header, inputs.checkpoints)
     ticks = iter(range(1 << 62))
     with structlog.testing.capture_logs():
         parts = Parts(run_on, policy, capture, header, lambda: next(texts))

@@ -9,32 +9,26 @@ Never decides anything anew: a subset whose events do not fold is refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator
 
-from attrs import field, frozen
+from attrs import frozen
 from msgspec import structs
 
 from statemachine.codec import decode_state, encode_state
 from statemachine.digest import MASK
-from statemachine.draft import SKIPPED_MAX
 from statemachine.errors import InvariantBroken
 from statemachine.events import (
-    NO_BLOCK,
     Appended,
     AppendedEach,
     BlockCopied,
     BlockEvicted,
-    BlockPublished,
     Closed,
     CommittedEach,
     Event,
     Forked,
     PoolReset,
-    PrefixAdopted,
     StepWritten,
 )
-from statemachine.geometry import WINDOW, Geometry
 from statemachine.records import (
     NO_PARENT,
     Checkpoint,
@@ -55,30 +49,9 @@ from statemachine.sequence import Sequence
 from statemachine.state import State, new_state
 from statemachine.transitions import apply_all
 
-from .observed import FULL, OFF, Pieces, table_hash
-
-_FOREVER = 1 << 62
-
-
-class Refused(Exception):
-    """The requests that are left do not make a tape: they need one that was left out."""
-
-
-@frozen
-class Wrong:
-    """Where a tape diverges, and by how much what is counted over a whole batch or state is off.
-
-    at: the record's number. digest: the recorded one less what follows, modulo 2^64. checked: rows
-    compared less rows due. pieces: the batch, where a StepDone diverges. lost: steps after which
-    the pages were lost, which concern everybody.
-    """
-
-    at: int
-    step: int
-    digest: int = 0
-    checked: int = 0
-    pieces: Pieces | None = None
-    lost: frozenset[int] = frozenset()
+from .observed import FULL, OFF, table_hash
+from .renaming import Names
+from .subset import Kept, Refused, Wrong, batch_of, picked, rows_read
 
 
 @frozen
@@ -91,18 +64,6 @@ class _Step:
     sequences: tuple[Sequence, ...]
 
 
-@frozen
-class Kept:
-    """What stays: requests, and for some the last step that still concerns them."""
-
-    requests: frozenset[int]
-    until: Mapping[int, int] = field(factory=dict)
-
-    def has(self, seq: int, step: int) -> bool:
-        """Whether what a step does to a sequence stays."""
-        return seq in self.requests and step <= self.until.get(seq, _FOREVER)
-
-
 class Projection:
     """Feed it a tape's records, from the header on; the first record after it is a Checkpoint."""
 
@@ -112,7 +73,7 @@ class Projection:
         self._steps: dict[int, _Step] = {}
         self._due: dict[tuple[int, int], BlockEvicted] = {}
         """Evictions of steps that went, by block."""
-        self._names: dict[tuple[int, int], int] = {}
+        self._names = Names()
         self._state: State | None = None
         self._header: Header | None = None
         self._step = 0
@@ -233,11 +194,11 @@ class Projection:
             sampled=tuple(
                 numbers.get(record.sampled[at], record.sampled[at] - fewer) for at in sampled
             ),
-            tokens=_picked(record.tokens, sampled, len(record.sampled)),
-            logits=_picked(record.logits, sampled, len(record.sampled)),
-            margins=_picked(record.margins, sampled, len(record.sampled)),
+            tokens=picked(record.tokens, sampled, len(record.sampled)),
+            logits=picked(record.logits, sampled, len(record.sampled)),
+            margins=picked(record.margins, sampled, len(record.sampled)),
             events=done,
-            offsets=_picked(record.offsets, step.places, step.pieces),
+            offsets=picked(record.offsets, step.places, step.pieces),
             digest=record.digest if digest is None else digest,
         )
 
@@ -290,7 +251,7 @@ class Projection:
                 if fresh:
                     self._apply(run)
                     run = []
-                named = self._named(event, last)
+                named = self._names.event(event, self._now, last)
                 if named is not None:
                     done.append(named)
                     run.append(named)
@@ -298,7 +259,9 @@ class Projection:
         except Refused:
             if not last:
                 raise
-            return tuple(self._named(event, last) or event for event in events), None
+            return tuple(
+                self._names.event(event, self._now, last) or event for event in events
+            ), None
         difference = self._wrong.digest if last else 0
         return tuple(done), (self._now.digest + difference) & MASK
 
@@ -310,60 +273,6 @@ class Projection:
         except InvariantBroken as error:
             raise Refused(str(error)) from error
 
-    def _named(self, event: Event, last: bool) -> Event | None:
-        """The event with its blocks' names of here; None for an eviction of what is not there."""
-        if isinstance(event, BlockEvicted):
-            block = self._name(event.group, event.block)
-            cached = self._now.groups[event.group].cached.places if self._group(event) else ()
-            if block in cached or last:
-                return structs.replace(event, block=block)
-            return None
-        if isinstance(event, Appended) and any(event.blocks):
-            blocks = [self._take(group, ids, last) for group, ids in enumerate(event.blocks)]
-            return structs.replace(event, blocks=tuple(blocks))
-        if isinstance(event, BlockCopied):
-            source = self._name(event.group, event.source)
-            (target,) = self._take(event.group, (event.target,), last)
-            return structs.replace(event, source=source, target=target)
-        if not self._names:
-            return event
-        if isinstance(event, PrefixAdopted):
-            tables = [
-                tuple(self._name(group, block) for block in table)
-                for group, table in enumerate(event.blocks)
-            ]
-            return structs.replace(event, blocks=tuple(tables))
-        if isinstance(event, BlockPublished):
-            return structs.replace(event, block=self._name(event.group, event.block))
-        return event
-
-    def _group(self, event: BlockEvicted) -> bool:
-        return 0 <= event.group < len(self._now.groups)
-
-    def _name(self, group: int, block: int) -> int:
-        return self._names.get((group, block), block)
-
-    def _take(self, group: int, blocks: tuple[int, ...], last: bool) -> tuple[int, ...]:
-        """Names for blocks that are taken: their own, but where the pool has grown less far here
-        than events may skip, or another has the name.
-        """
-        if last or not 0 <= group < len(self._now.groups):
-            return tuple(self._name(group, block) for block in blocks)
-        record, taken = self._now.groups[group], list[int]()
-        for block in blocks:
-            far = block > record.unused + SKIPPED_MAX
-            name = block
-            if far or (self._names and (block in record.blocks or block in taken)):
-                name = next(
-                    it for it in range(block + 1) if it not in record.blocks and it not in taken
-                )
-            if name != block:
-                self._names[group, block] = name
-            else:
-                self._names.pop((group, block), None)
-            taken.append(name)
-        return tuple(taken)
-
     def _observation(self, record: StepDone, step: _Step, last: bool) -> Observation:
         seen = record.observation
         if not step.places and not last:
@@ -371,20 +280,21 @@ class Projection:
         fewer = sum(step.rows) - sum(step.rows[at] for at in step.places)
         rows_updated = seen.rows_updated
         if any(group.paged for group in self._now.geometry.groups):
-            rows_updated = (rows_updated[0] - fewer, rows_updated[1] - fewer)
-        pick = [_picked(it, step.places, step.pieces) for it in (seen.starts, seen.rows)]
+            least, most = rows_updated
+            rows_updated = (max(0, least - fewer), max(0, most - fewer))
+        pick = [picked(it, step.places, step.pieces) for it in (seen.starts, seen.rows)]
         return structs.replace(
             seen,
             rows_updated=rows_updated,
             starts=pick[0],
             rows=pick[1],
-            visible=_picked(seen.visible, step.places, step.pieces),
+            visible=picked(seen.visible, step.places, step.pieces),
             tables=self._tables(seen, step, last),
         )
 
     def _tables(self, seen: Observation, step: _Step, last: bool) -> tuple[tuple[int, ...], ...]:
         """Hashes as read; of tables with renamed blocks those of here, where they were right."""
-        hashes = _picked(seen.tables, step.places, step.pieces)
+        hashes = picked(seen.tables, step.places, step.pieces)
         if not self._names or len(seen.tables) != step.pieces:
             return hashes
         was = self._wrong.pieces.sequences if last and self._wrong.pieces else None
@@ -400,7 +310,7 @@ class Projection:
 
     def _shadow(self, record: StepDone, step: _Step, last: bool) -> ShadowReport:
         findings = tuple(
-            structs.replace(it, block=self._name(it.group, it.block))
+            structs.replace(it, block=self._names.of(it.group, it.block))
             for it in record.shadow.findings
             if self._kept.has(it.seq, record.step)
         )
@@ -417,49 +327,3 @@ class Projection:
             due = len(rows) * len(self._now.paged_groups())
         off = self._wrong.checked if last else 0
         return ShadowReport(max(0, due + off), found, findings)
-
-
-def rows_read(geometry: Geometry, sequences: Iterable[Sequence], rows: Iterable[int]) -> int:
-    """Rows that the attention of a batch reads, once for each piece and paged group."""
-    count = 0
-    for sequence, mine in zip(sequences, rows, strict=True):
-        end = sequence.offset
-        for group, spec in enumerate(geometry.groups):
-            if spec.paged:
-                low = sequence.starts[group]
-                if spec.kind == WINDOW:
-                    low = max(low, end - mine - spec.window + 1)
-                count += end - low + min(spec.sink, low)
-    return count
-
-
-def batch_of(events: Iterable[Event]) -> tuple[list[int], list[int]]:
-    """Sequences and rows of the batch that a plan's appends make, in batch order."""
-    seqs: list[int] = []
-    rows: list[int] = []
-    for event in events:
-        if isinstance(event, AppendedEach):
-            seqs += event.seqs
-            rows += [1] * len(event.seqs)
-        elif isinstance(event, Appended) and seqs and seqs[-1] == event.seq:
-            rows[-1] += event.rows
-        elif isinstance(event, Appended):
-            seqs.append(event.seq)
-            rows.append(event.rows)
-    return seqs, rows
-
-
-def blocks_of(event: Any) -> Iterator[tuple[int, int]]:
-    """(group, block) of every block that an event names."""
-    if isinstance(event, Appended | PrefixAdopted):
-        for group, blocks in enumerate(event.blocks):
-            yield from ((group, block) for block in blocks if block != NO_BLOCK)
-    elif isinstance(event, BlockCopied):
-        yield from ((event.group, event.source), (event.group, event.target))
-    elif isinstance(event, BlockPublished | BlockEvicted):
-        yield event.group, event.block
-
-
-def _picked(column: tuple[Any, ...], places: Iterable[int], count: int) -> tuple[Any, ...]:
-    """The column's values at `places`, and those beyond the `count` that there should be."""
-    return (*(column[at] for at in places if at < len(column)), *column[count:])

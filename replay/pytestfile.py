@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 EMBEDDED_MAX = 64 << 10
 """Bytes of a compressed tape that are put into the file itself."""
+LEAST_MARGIN = 1e-3
+"""Scores of float32 arithmetic in another order stay well below this."""
 _WIDTH = 92
 _NAME = re.compile(r"test_\w+\.py|\w+_test\.py")
 
@@ -132,6 +134,8 @@ def write_test(path: str, output: str, options: Options) -> TestReport:
     wrong = None
     if found.kind in (PLAN_CLASS, FOLD_CLASS) and found.event_index >= 0:
         wrong = Decision(found.step, found.record, found.event_index)
+    if options.model and options.margin is None:
+        options = evolve(options, margin=_margin(found))
     data = TapeEncoder().encode(records)
     packed = zlib.compress(data, 9)
     beside = "" if len(packed) <= EMBEDDED_MAX else place.with_suffix(".tape").name
@@ -161,6 +165,16 @@ def _found(path: str, records: list[Record], options: Options) -> tuple[str, Div
     )
 
 
+def _margin(found: Divergence) -> float | None:
+    """Half of what a score is off on tape, as far as arithmetic allows; None where none is."""
+    for value in found.values:
+        pair = value.recorded, value.observed
+        if value.name.startswith("logit") and all(isinstance(it, float) for it in pair):
+            off = abs(float(str(pair[0])) - float(str(pair[1])))
+            return max(LEAST_MARGIN, round(off / 2, 6)) if off else None
+    return None
+
+
 def _tuple(wrong: Decision | None) -> tuple[int, str, int] | None:
     return None if wrong is None else (wrong.step, wrong.record, wrong.index)
 
@@ -186,7 +200,11 @@ def found_again(
         from .models import kernel_for, load
 
         options = Options(REFERENCE, model=model, margin=margin)
-        kernel = kernel_for(inputs.header, load(inputs.header, options))
+        loaded = load(inputs.header, options)
+        try:
+            kernel = kernel_for(inputs.header, loaded)
+        except Unusable as error:
+            return str(error)  # it is tried out when it is made, and failed then
     try:
         again = run_again(inputs, kernel)
     except Unusable:
@@ -205,14 +223,19 @@ def found_again(
 
 
 def _decided(records: list[Record], wrong: tuple[int, str, int]) -> tuple[object, ...]:
-    """The events of a record up to the wrong one, and whether there is one at all."""
+    """The events of a record up to the wrong one, and how many steps were answered before it: with
+    a step in flight the same events may be right a moment later. () where there is none.
+    """
     step, name, index = wrong
+    answered = 0
     for record in records:
         if not isinstance(record, StepPlanned | StepDone | StepFailed):
             continue
         if record.step == step and type(record).__name__ == name:
             events = record.events[: index + 1]
-            return (*events, "no more") if len(events) <= index else events
+            more = ("no more",) if len(events) <= index else ()
+            return (answered, *events, *more)
+        answered += not isinstance(record, StepPlanned)
     return ()
 
 

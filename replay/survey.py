@@ -44,8 +44,8 @@ from .flights import BUILD, VOID
 from .fold import Fold
 from .judge import Judge
 from .observed import Pieces
-from .project import Wrong, batch_of, blocks_of
 from .run import Checker, Options
+from .subset import Wrong, batch_of, blocks_of
 
 _SEQUENCE = re.compile(r"\bsequences? (\d+)")
 _BLOCK = re.compile(r"\bblock (\d+) of group (\d+)")

@@ -40,7 +40,7 @@ from statemachine.state import State, new_state
 from statemachine.transitions import apply_all
 
 from .plan import Planner
-from .project import batch_of, blocks_of
+from .subset import batch_of, blocks_of
 
 MISSING, EXTRA, OTHER = "missing", "extra", "other"
 _SITES_MAX = 64
@@ -66,7 +66,7 @@ class Difference:
 
     def among(self, requests: frozenset[int]) -> Iterator[Difference]:
         """The same difference where only these requests are: all that concerns them of it, and
-        its first event alone. None where they have no part in that.
+        what concerns the first one of them. Nothing where they have no part in that.
         """
         recorded, derived, prior, later = (
             tuple(it for it in events if _concerns(it, requests))
@@ -76,10 +76,14 @@ class Difference:
             if whole and (not mine or mine[0] is not whole[0]):
                 return
         yield Difference(self.record, self.how, recorded, derived, prior, later, self.state)
-        if max(len(recorded), len(derived)) > 1:
-            yield Difference(
-                self.record, self.how, recorded[:1], derived[:1], prior, later, self.state
+        first = getattr((recorded or derived)[0], "seq", None)
+        if first is not None:
+            mine, right = (
+                tuple(it for it in events if getattr(it, "seq", None) == first)
+                for events in (recorded, derived)
             )
+            if (mine, right) != (recorded, derived):
+                yield Difference(self.record, self.how, mine, right, prior, later, self.state)
 
 
 def _concerns(event: Event, requests: frozenset[int]) -> bool:
@@ -161,6 +165,37 @@ def transplanted(wrong: Difference, records: list[Record]) -> Iterator[list[Reco
                 if sites == _SITES_MAX:
                     return
         state = apply_all(state, record.events)
+
+
+def raised_again(
+    wrong: StepFailed, seqs: frozenset[int], state: State, records: list[Record]
+) -> Iterator[list[Record]]:
+    """Tapes that are right up to the close of a step in which `seqs` have as many rows as they had
+    in `state`, when the scheduler raised; and there it raises.
+    """
+    header = records[0]
+    assert isinstance(header, Header)
+    now = new_state(header.geometry)
+    batches: dict[int, list[int]] = {}
+    requests = {it.request for it in records if isinstance(it, RequestArrived)}
+    for number, record in enumerate(records):
+        if not isinstance(record, StepPlanned | StepDone | StepFailed):
+            continue
+        if isinstance(record, StepPlanned):
+            batches[record.step] = batch_of(record.events)[0]
+        mine = isinstance(record, StepDone) and seqs.issubset(batches[record.step])
+        if mine and all(_rows(now, seq) == _rows(state, seq) for seq in seqs):
+            blamed = tuple(seq for seq in wrong.blamed if seq in requests)
+            failed = structs.replace(
+                wrong, step=record.step, blamed=blamed, events=(), digest=now.digest
+            )
+            yield [*_plain(records[:number]), failed]
+        now = apply_all(now, record.events)
+
+
+def _rows(state: State, seq: int) -> int:
+    sequence = state.sequences.get(seq)
+    return -1 if sequence is None else sequence.offset
 
 
 def _with(record: _Closed, events: tuple[Event, ...], after: State, seqs: list[int]) -> Record:

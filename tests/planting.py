@@ -13,7 +13,7 @@ from attrs import evolve
 
 from .faults import loads, real
 from .faults.fault import Fault, Witness
-from .faults.loads import FAKE, Load, Request, tokens
+from .faults.loads import FAKE, VOCAB, Load, Request
 
 REQUESTS = 200
 
@@ -33,12 +33,7 @@ def _again(request: Request, round_: int, later: int, first: int) -> Request:
     """A request of a later round: the same lengths, and what was alike stays alike."""
     if not round_:
         return request
-    change = tokens(len(request.tokens), 1000 + round_) if not request.stop else ()
-    mixed = (
-        tuple(1 + (token + new) % 60 for token, new in zip(request.tokens, change, strict=True))
-        if change and first % 2
-        else tuple(1 + (token + round_) % 60 for token in request.tokens)
-    )
+    mixed = tuple(1 + (token + round_) % (VOCAB - 1) for token in request.tokens)
     return evolve(
         request,
         tokens=mixed,
