@@ -30,11 +30,13 @@ from statemachine.geometry import Geometry, Group
 from statemachine.records import Record
 
 from ..fake_engine import byte_tokenizer
-from ..http_server import WAIT_S, LiveServer, live_server
+from ..http_server import LiveServer, live_server
 from ..sim import MemoryCapture, Sim, header, idle
 from ..tampering import outcome_of
 
 MODEL = "fake"
+WAIT_S = 60.0
+"""Machines are busy: it ends a test that hangs, and measures nothing."""
 PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
 """A chat template that adds nothing: a prompt is the bytes of its message."""
 ROOM = Geometry(block_size=4, groups=(Group(num_blocks=256),))

@@ -32,7 +32,7 @@ from ..real_server import (
 )
 from . import asking
 from .fingerprints import Sample, by_request
-from .serving import PLAIN, POLICY, over_fake
+from .serving import PLAIN, POLICY, WAIT_S, over_fake
 
 CLIENTS = 16
 LENGTHS = tuple(5 + 5 * number for number in range(CLIENTS))
@@ -86,7 +86,7 @@ def test_p05_sixteen_at_once_answer_as_one_by_one_and_carry_nobody_elses_word(
     ):
 
         def one(number: int) -> str:
-            together.wait(20)
+            together.wait(WAIT_S)
             return said(served, texts[number], stream=bool(number % 2))
 
         answers = list(clients.map(one, range(CLIENTS)))
@@ -175,7 +175,8 @@ CLOSE = 1e-3
 def scores(order: tuple[int, ...], cache: bool, folder: Path) -> dict[int, list[list[Sample]]]:
     """What is on tape of each prompt length, one entry a request, asked one after the other."""
     policy = structs.replace(asking.POLICY, prefix_cache=cache)
-    requests = tuple(Request(tokens(rows, 7), 6, at=1 + 10 * n) for n, rows in enumerate(order))
+    text = tokens(max(ORDER), 7)
+    requests = tuple(Request(text[:rows], 6, at=1 + 10 * n) for n, rows in enumerate(order))
     tape = folder / f"{cache}-{'-'.join(map(str, order))}.log"
     record(asking.load(TINY, requests, policy), tape)
     found: dict[int, list[list[Sample]]] = {}
@@ -185,7 +186,7 @@ def scores(order: tuple[int, ...], cache: bool, folder: Path) -> dict[int, list[
 
 
 def test_p35_scores_do_not_depend_on_what_was_asked_before(tmp_path: Path) -> None:
-    """Blocks of 16; each prompt twice, then twice in reverse order, then with the cache off.
+    """Blocks of 16; prompts that begin alike, each twice, then in reverse order, then uncached.
 
     What waits for logprobs over HTTP: one value for each position of the prompt, the first one
     null, and a hit that is not taken, or is computed again, for positions that are asked for.

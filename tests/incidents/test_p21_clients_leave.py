@@ -17,7 +17,7 @@ from statemachine.events import Closed
 from statemachine.geometry import Geometry, Group
 from statemachine.records import RequestCancelled, StepDone, StepPlanned
 
-from .serving import POLICY, Gate, Served, over_fake, replays
+from .serving import POLICY, WAIT_S, Gate, Served, over_fake, replays
 
 BIG = Geometry(16, (Group(num_blocks=128),))
 LONG = 2000
@@ -55,7 +55,7 @@ def test_p21_a_queued_request_whose_client_left_computes_nothing(
                 return client
 
             send(0)
-            assert gate.reached.wait(20)
+            assert gate.reached.wait(WAIT_S)
             second, third = send(1), send(2)
             second.close()
             served.until(lambda: RequestCancelled(1) in served.engine._inbox)
@@ -81,7 +81,7 @@ def test_p21_a_running_request_stops_within_two_steps_of_its_clients_end(
     policy = structs.replace(POLICY, context_tokens=LONG + 48, lookahead=lookahead)
     with over_fake(BIG, policy, delay=gate) as served:
         client = served.connect("all of it", stream=stream, max_tokens=LONG)
-        assert gate.reached.wait(20)
+        assert gate.reached.wait(WAIT_S)
         client.close()
         served.until(lambda: RequestCancelled(0) in served.engine._inbox)
         gate.open()

@@ -11,7 +11,7 @@ import pytest
 from server.submission import RequestRefused
 
 from ..sim import Sim, answer_alone
-from .serving import PLAIN, POLICY, ROOM, Gate, over_fake, read, replays, settle
+from .serving import PLAIN, POLICY, ROOM, WAIT_S, Gate, over_fake, read, replays, settle
 
 EMPTY: dict[str, Any] = {
     "a text": "",
@@ -45,7 +45,7 @@ def test_p36_an_empty_message_is_a_400_where_no_start_token_gives_it_a_length(
     gate = Gate(2)
     with over_fake(delay=gate) as served:
         good = served.post("a good one", max_tokens=6)
-        assert gate.reached.wait(20)
+        assert gate.reached.wait(WAIT_S)
         for content in EMPTY.values():
             with pytest.raises(openai.BadRequestError, match="empty prompt") as refused:
                 served.ask(content)
