@@ -14,8 +14,9 @@ this ends); its parent, whose rows it is to share, has not got to the end of the
 from __future__ import annotations
 
 from statemachine import commands
-from statemachine.events import Event, Forked, PrefixAdopted
+from statemachine.events import Event, PrefixAdopted
 from statemachine.geometry import WINDOW, Geometry
+from statemachine.records import NO_PARENT
 from statemachine.state import State
 from statemachine.transitions import apply_all
 
@@ -24,7 +25,7 @@ from .policy import Policy
 from .reuse import sharings, waits_for_parent, waits_for_prefix
 from .sharing import sharers
 from .submission import RequestRefused, Submission
-from .view import LOOK_AHEAD, RequestState, View
+from .view import LOOK_AHEAD, RequestState
 
 PASSES_MAX = 8
 """Requests that may be admitted past one that does not fit, in its whole life."""
@@ -140,10 +141,13 @@ def _passes(draft: Draft, request: int) -> int:
 
 
 def _cached(draft: Draft, request: int, events: tuple[Event, ...]) -> int:
-    """Prompt tokens that were computed before: what it adopted; of a fork, what its parent did."""
-    if any(isinstance(event, Forked) for event in events):
-        parent = draft.request(draft.request(request).arrived.parent)
-        return max(parent.cached_tokens, 0)
+    """Prompt tokens that were computed before it came: what it adopted. A copy's are its parent's,
+    however it got its rows; of one whose parent is gone nothing is claimed.
+    """
+    number = draft.request(request).arrived.parent
+    if number != NO_PARENT:
+        parent = draft.view.requests.get(number)
+        return 0 if parent is None else max(parent.cached_tokens, 0)
     return sum(len(event.tokens) for event in events if isinstance(event, PrefixAdopted))
 
 

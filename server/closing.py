@@ -198,6 +198,7 @@ def settle(
                 requests[outcome.seq] = _continued(requests[outcome.seq], outcome.tokens, ngram)
         live = requests.finish()
     freeing = any(piece.purpose in (PROMPT, DRAFT) for piece in plan.pieces)
+    freeing = freeing or plan.step in view.state.pins
     tried = {piece.seq for piece in plan.pieces}
     return structs.replace(
         view,

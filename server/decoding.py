@@ -96,6 +96,8 @@ def plan_decode(draft: Draft, seqs: list[int]) -> None:
 def _drafts(draft: Draft, seqs: list[int]) -> dict[int, tuple[int, ...]]:
     """What may come next, where a text was read before; rows of one token each come first."""
     policy, spare = draft.policy, draft.rows_left - len(seqs)
+    if draft.waiting.chunks or draft.prompts():
+        spare //= 2  # or texts that repeat themselves would keep every prompt out
     capacity = capacity_tokens(draft.state.geometry, policy)
     found = {}
     for seq in seqs:

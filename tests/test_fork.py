@@ -204,12 +204,15 @@ def test_a_copy_whose_parent_is_cancelled_in_its_prompt_goes_on_without_it() -> 
         clean(sim)
 
 
-def test_a_copy_whose_parent_has_ended_adopts_what_was_published() -> None:
+def test_a_copy_whose_parent_has_ended_adopts_what_was_published_and_claims_nothing_cached() -> (
+    None
+):
     sim = Sim(BLOCKS_16, structs.replace(POLICY, max_running=1))
     parent, child = family(sim, TOKENS, count=2, max_tokens=2)
     sim.run()
     assert sim.events(Forked) == []
-    assert (parent.cached_tokens, child.cached_tokens) == (0, 32)
+    assert [len(event.tokens) for event in sim.events(PrefixAdopted)] == [32]
+    assert (parent.cached_tokens, child.cached_tokens) == (0, 0)
     assert child.tokens == alone(TOKENS, 2, 2, geometry=BLOCKS_16)[1]
     clean(sim)
 

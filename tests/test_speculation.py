@@ -410,3 +410,23 @@ def test_a_short_text_is_not_guessed() -> None:
     sim.run()
     assert inbox.tokens == answer_alone([5, 5], 4)
     assert [e for e in sim.events(Appended) if e.purpose == DRAFT] == []
+
+
+def test_drafts_leave_a_prompt_half_of_what_rows_of_one_token_leave() -> None:
+    policy = structs.replace(
+        GUESSING, max_batch_tokens=16, max_running=8, prefill_chunk=16, lookahead=False
+    )
+    sim = Sim(policy=policy, script=going_round)
+    for _ in range(4):
+        sim.submit(PROMPT, 40)
+    while not sim.events(Committed):
+        sim.step()
+    came = sim.next_step
+    late = sim.submit([9, 8, 7, 6, 5], 1)
+    sim.run()
+    assert late.reason == "length"
+    first = next(event.step for event in sim.events(Appended) if event.seq == 4)
+    assert first == came
+    drafted = [it.rows - 1 for it in planned(sim, came) if getattr(it, "purpose", "") == DRAFT]
+    assert sum(drafted) == (16 - 4) // 2
+    clean(sim)
