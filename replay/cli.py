@@ -38,8 +38,10 @@ COMMANDS: dict[str, Command] = {
     "stat": Command("stat", LOOK, "what a tape adds up to: requests, tokens, rows, pool, times"),
     "minimize": Command("minimize", CUT, "the smallest tape that still diverges in the same way"),
     "test": Command("pytestfile", CUT, "a pytest file that fails while the fault is in the code"),
+    "html": Command("html", LOOK, "a page for a browser: pool, batches, requests over the steps"),
     "check": Command("check", CUT, "run cache scripts against the state machine"),
     "diff": Command("diff", COMPARE, "the first place where two runs answer otherwise, by request"),
+    "what-if": Command("what_if", COMPARE, "a recorded load under other settings, without a model"),
 }
 
 
