@@ -31,7 +31,7 @@ from .simulation_load import Load, Request, literal
 from .simulation_minimize import minimise
 from .simulation_random import random_load, roomy
 
-RUNS = 160
+RUNS = 120
 ENDED = (STOP, LENGTH)
 SETTINGS: tuple[dict[str, Any], ...] = (
     {"lookahead": False, "draft_tokens": 0},
