@@ -199,11 +199,14 @@ def _notes(recorded: Recorded, run: Resched, tape: Tape) -> Iterable[str]:
         yield f"{recorded.tally.broken}; nothing behind that was run"
     failed = sum(recorded.tally.failed.values())
     if failed:
-        yield f"steps that failed when they were recorded: {failed}; none fails in the run that was tried"
+        yield (
+            f"steps that failed when they were recorded: {failed}; none fails in the run that was "
+            "tried"
+        )
     if run.made_up:
         yield (
-            f"{plural(run.made_up, 'answer token')} of {plural(len(run.beyond), 'request')} made up, "
-            "for the record ends before them (cancelled, failed or cut short)"
+            f"{plural(run.made_up, 'answer token')} of {plural(len(run.beyond), 'request')} made "
+            "up, for the record ends before them (cancelled, failed or cut short)"
         )
     if run.refused:
         yield f"left out, for they would have been refused: {plural(run.refused, 'request')}"
