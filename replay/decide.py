@@ -21,7 +21,7 @@ from .errors import Unusable
 from .judge import sameness
 from .search import SHORT, Search, Small, fewest
 from .survey import needed
-from .transplant import Difference, Follower, raised_again, transplanted
+from .transplant import Difference, Follower, plain, raised_again, transplanted
 
 DECIDED = (
     "the requests that are left, scheduled again by this version up to the wrong decision, which "
@@ -93,7 +93,7 @@ class PlanSearch:
         for inputs in _timings(self._inputs.only(requests)):
             self._search.tried += 1
             try:
-                records = run_again(inputs)
+                records = plain(run_again(inputs))
             except Exception:
                 # What the engine of this version raises is another bug than the tape's.
                 continue

@@ -30,6 +30,7 @@ from .arguments import TAPE_HELP, margin, tell
 from .decide import PlanSearch, checkpoint_of
 from .divergence import PLAN as PLAN_CLASS
 from .errors import Unusable
+from .pytestfile import decision, wrong_again
 from .reader import STDIN, Tape
 from .run import DEPTHS, FOLD, PLAN, Options, checker_for
 from .search import Search, Source
@@ -78,10 +79,20 @@ def main(arguments: list[str]) -> int:
         help="begin at a checkpoint right before the divergence: fewer steps, but `replay test` "
         "cannot run such a tape",
     )
+    parser.add_argument(
+        "--again",
+        action="store_true",
+        help="the fault is in the code of this version: keep what it takes to diverge anew, so "
+        "that `replay test` of the small tape fails now",
+    )
     parser.add_argument("--json", action="store_true", help="the report as JSON")
     given = parser.parse_args(arguments)
     options = Options(depth=given.depth or "", model=given.model, margin=given.margin, tell=tell)
-    report = minimize(given.tape, given.output, options, short=given.short)
+    if given.short and given.again:
+        parser.error(
+            "--again runs a tape from its start, which --short leaves out: give one of them"
+        )
+    report = minimize(given.tape, given.output, options, short=given.short, again=given.again)
     print(msgspec.json.encode(report).decode() if given.json else as_text(report))
     return 0
 
@@ -102,16 +113,21 @@ def as_text(report: MinimizeReport) -> str:
     return "\n".join(lines)
 
 
-def minimize(path: str, output: str, options: Options, *, short: bool = False) -> MinimizeReport:
+def minimize(
+    path: str, output: str, options: Options, *, short: bool = False, again: bool = False
+) -> MinimizeReport:
     """Write the smallest tape that diverges like the one at `path`.
 
-    Depth "": fold, then plan. Raises Unusable where the tape cannot be read, is redacted, or does
-    not diverge, and where the output cannot be written.
+    Depth "": fold, then plan. short: begin at a checkpoint. again: see `Search`. Raises Unusable
+    where the tape cannot be read, is redacted, or does not diverge (again, if that is asked), and
+    where the output cannot be written.
     """
     _check_output(path, output)
     with _readable(path) as (source, size_of):
         options, about = _surveyed(path, source, size_of, options)
-        search = Search(source, options, about)
+        search = Search(source, options, about, again)
+        if again:
+            _check_again(path, source, about)
         by_plan = search.found.kind == PLAN_CLASS
         small = PlanSearch(search).run() if by_plan else search.run()
         if short:
@@ -132,6 +148,15 @@ def minimize(path: str, output: str, options: Options, *, short: bool = False) -
         tried=search.tried,
         notes=tuple(small.notes),
     )
+
+
+def _check_again(path: str, source: Source, about: Survey) -> None:
+    assert about.found is not None
+    if not wrong_again(list(source()), decision(about.found)):
+        raise Unusable(
+            f"the inputs of {path}, run again by this version, lead to no divergence: the fault is "
+            "not in this code, or not where such a run sees it; minimize without --again"
+        )
 
 
 @contextmanager

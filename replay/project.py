@@ -71,8 +71,8 @@ class Projection:
         self._kept = kept
         self._wrong = wrong
         self._steps: dict[int, _Step] = {}
-        self._due: dict[tuple[int, int], BlockEvicted] = {}
-        """Evictions of steps that went, by block."""
+        self._due: list[BlockEvicted] = []
+        """Evictions of steps that went."""
         self._names = Names()
         self._state: State | None = None
         self._header: Header | None = None
@@ -144,10 +144,10 @@ class Projection:
         mine = [it for it in (self._mine(e, record.step) for e in record.events) if it is not None]
         whole = record.step in self._wrong.lost or record.step == self._wrong.step
         if not whole and all(isinstance(it, BlockEvicted | PoolReset) for it in mine):
-            self._due |= {(it.group, it.block): it for it in mine if isinstance(it, BlockEvicted)}
+            self._due += [it for it in mine if isinstance(it, BlockEvicted)]
             return
-        events = [*self._due.values(), *mine]
-        self._due = {}
+        events = [*self._due, *mine]
+        self._due = []
         done, digest = self._follow(events, last)
         seqs, rows = batch_of(record.events)
         places = tuple(at for at, seq in enumerate(seqs) if self._kept.has(seq, record.step))
@@ -167,7 +167,7 @@ class Projection:
             return
         done, digest = self._follow(self._closing(record, last), last)
         if PoolReset() in done:
-            self._due = {}
+            self._due = []
         yield structs.replace(
             record,
             events=done,

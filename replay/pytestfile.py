@@ -131,9 +131,7 @@ def write_test(path: str, output: str, options: Options) -> TestReport:
     records = list(Tape(path))
     inputs_of(records)  # raises where they cannot be run again
     depth, found = _found(path, records, options)
-    wrong = None
-    if found.kind in (PLAN_CLASS, FOLD_CLASS) and found.event_index >= 0:
-        wrong = Decision(found.step, found.record, found.event_index)
+    wrong = decision(found)
     if options.model and options.margin is None:
         options = evolve(options, margin=_margin(found))
     data = TapeEncoder().encode(records)
@@ -146,7 +144,7 @@ def write_test(path: str, output: str, options: Options) -> TestReport:
         place.write_text(text, encoding="utf-8")
     except OSError as error:
         raise Unusable(f"{output} cannot be written: {error.strerror}") from error
-    now = found_again(data, wrong=_tuple(wrong), model=options.model, margin=options.margin)
+    now = wrong_again(records, wrong, options.model, options.margin)
     return TestReport(
         1, path, output, depth, found.kind, found.step, found.summary, now, beside
     )  # fmt: skip
@@ -163,6 +161,13 @@ def _found(path: str, records: list[Record], options: Options) -> tuple[str, Div
     raise Unusable(
         f"{path} does not diverge at depth {' or '.join(depths)}: there is nothing to test for"
     )
+
+
+def decision(found: Divergence) -> Decision | None:
+    """The event at fault, where a divergence has one that the scheduler decided."""
+    if found.kind in (PLAN_CLASS, FOLD_CLASS) and found.event_index >= 0:
+        return Decision(found.step, found.record, found.event_index)
+    return None
 
 
 def _margin(found: Divergence) -> float | None:
@@ -192,7 +197,16 @@ def found_again(
     path; the real model runs, and each answer is compared with the model alone. Without it tokens
     are the recorded ones.
     """
-    recorded = records_of(tape)
+    return wrong_again(records_of(tape), wrong and Decision(*wrong), model, margin)
+
+
+def wrong_again(
+    recorded: list[Record],
+    wrong: Decision | None,
+    model: str | None = None,
+    margin: float | None = None,
+) -> str:
+    """What `found_again` says, of records."""
     inputs = inputs_of(recorded)
     options = Options(PLAN)
     kernel: Kernel | None = None
@@ -217,23 +231,24 @@ def found_again(
     if found is not None:
         return f"step {found.step} ({found.kind}): {found.summary}"
     if wrong is not None and _decided(recorded, wrong) == _decided(again, wrong) != ():
-        step, record, index = wrong
-        return f"step {step}: event {index} of {record} is decided again as it was on tape"
+        return (
+            f"step {wrong.step}: event {wrong.index} of {wrong.record} is decided again as it was "
+            "on tape"
+        )
     return ""
 
 
-def _decided(records: list[Record], wrong: tuple[int, str, int]) -> tuple[object, ...]:
+def _decided(records: list[Record], wrong: Decision) -> tuple[object, ...]:
     """The events of a record up to the wrong one, and how many steps were answered before it: with
     a step in flight the same events may be right a moment later. () where there is none.
     """
-    step, name, index = wrong
     answered = 0
     for record in records:
         if not isinstance(record, StepPlanned | StepDone | StepFailed):
             continue
-        if record.step == step and type(record).__name__ == name:
-            events = record.events[: index + 1]
-            more = ("no more",) if len(events) <= index else ()
+        if record.step == wrong.step and type(record).__name__ == wrong.record:
+            events = record.events[: wrong.index + 1]
+            more = ("no more",) if len(events) <= wrong.index else ()
             return (answered, *events, *more)
         answered += not isinstance(record, StepPlanned)
     return ()

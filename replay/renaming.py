@@ -32,14 +32,8 @@ class Names:
         """The event with its blocks' names of here; None for an eviction of what is not there."""
         if isinstance(event, BlockEvicted):
             block = self.of(event.group, event.block)
-            cached = (
-                state.groups[event.group].cached.places
-                if 0 <= event.group < len(state.groups)
-                else ()
-            )
-            if block in cached or last:
-                return structs.replace(event, block=block)
-            return None
+            there = last or _is_cached(state, event.group, block, event.key)
+            return structs.replace(event, block=block) if there else None
         if isinstance(event, Appended) and any(event.blocks):
             blocks = [self._take(group, ids, state, last) for group, ids in enumerate(event.blocks)]
             return structs.replace(event, blocks=tuple(blocks))
@@ -85,3 +79,12 @@ class Names:
                 self._names.pop((group, block), None)
             taken.append(name)
         return tuple(taken)
+
+
+def _is_cached(state: State, group: int, block: int, key: int) -> bool:
+    """Whether a block can be evicted that is found under a key."""
+    if not 0 <= group < len(state.groups):
+        return False
+    record = state.groups[group]
+    cached = block in record.cached.places
+    return cached and bool(state.entries[record.blocks[block].entry].key == key)

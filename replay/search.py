@@ -23,6 +23,7 @@ from .errors import Unusable
 from .fold import AT_END, Fold
 from .judge import Sameness, first_divergence, sameness
 from .project import Projection
+from .pytestfile import decision, wrong_again
 from .run import FOLD, PLAN, Options, checker_for
 from .subset import Kept, Refused, batch_of
 from .survey import Survey, named_in, needed, survey
@@ -48,9 +49,13 @@ class Small:
 class Search:
     """Looks for the smallest tape; `tried`: how many were replayed."""
 
-    def __init__(self, source: Source, options: Options, about: Survey) -> None:
+    def __init__(
+        self, source: Source, options: Options, about: Survey, again: bool = False
+    ) -> None:
+        """again: a candidate must also diverge where its inputs are run again by this version."""
         assert about.found is not None
         self.tried = 0
+        self._again = again
         self._source = source
         self._about = about
         self._found: Divergence = about.found
@@ -172,6 +177,8 @@ class Search:
         if found is None or sameness(found, wanted.step is not None) != wanted:
             return None
         if how == PROJECTED and not self._concerns(records):
+            return None
+        if self._again and not wrong_again(records, decision(found)):
             return None
         return Small(records, found, how, requests)
 

@@ -35,6 +35,7 @@ from statemachine.records import (
     StepDone,
     StepFailed,
     StepPlanned,
+    StepTimed,
 )
 from statemachine.state import State, new_state
 from statemachine.transitions import apply_all
@@ -160,7 +161,7 @@ def transplanted(wrong: Difference, records: list[Record]) -> Iterator[list[Reco
                 after = _applied(state, events)
                 if after is None:
                     continue
-                yield [*_plain(records[:number]), _with(record, events, after, seqs)]
+                yield [*plain(records[:number]), _with(record, events, after, seqs)]
                 sites += 1
                 if sites == _SITES_MAX:
                     return
@@ -189,7 +190,7 @@ def raised_again(
             failed = structs.replace(
                 wrong, step=record.step, blamed=blamed, events=(), digest=now.digest
             )
-            yield [*_plain(records[:number]), failed]
+            yield [*plain(records[:number]), failed]
         now = apply_all(now, record.events)
 
 
@@ -208,12 +209,12 @@ def _with(record: _Closed, events: tuple[Event, ...], after: State, seqs: list[i
     return changed
 
 
-def _plain(records: list[Record]) -> list[Record]:
-    """Without times, and without checkpoints but the first."""
+def plain(records: list[Record]) -> list[Record]:
+    """Without times, and without segments but the first."""
     return [
         it
         for at, it in enumerate(records)
-        if isinstance(it, Header) or at == 1 or not isinstance(it, Checkpoint)
+        if at < 2 or not isinstance(it, Header | Checkpoint | StepTimed)
     ]
 
 
