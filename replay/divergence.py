@@ -134,12 +134,13 @@ def text_for(event: Event, seq: int) -> str:
 class History:
     """The records of the last steps, for a sequence's last events; costs nothing per row.
 
-    Prompts are long: so many records are kept that their prompts have HISTORY_TOKENS at most.
+    Prompts are long: so many records are kept that their prompts have HISTORY_TOKENS at most, but
+    for the newest. tokens: how many they have.
     """
 
     def __init__(self) -> None:
         self._records: deque[tuple[int, str, tuple[Event, ...], int]] = deque()
-        self._tokens = 0
+        self.tokens = 0
 
     def add(self, step: int, record: str, events: tuple[Event, ...]) -> None:
         tokens = 0
@@ -147,11 +148,11 @@ class History:
             if type(event) is Appended or type(event) is PrefixAdopted:
                 tokens += len(event.tokens or ())
         self._records.append((step, record, events, tokens))
-        self._tokens += tokens
+        self.tokens += tokens
         if len(self._records) > _HISTORY_RECORDS:
-            self._tokens -= self._records.popleft()[3]
-        while self._tokens > HISTORY_TOKENS and len(self._records) > 1:
-            self._tokens -= self._records.popleft()[3]
+            self.tokens -= self._records.popleft()[3]
+        while self.tokens > HISTORY_TOKENS and len(self._records) > 1:
+            self.tokens -= self._records.popleft()[3]
 
     def of(self, seq: int) -> tuple[Happened, ...]:
         """The sequence's last events, oldest first."""

@@ -156,7 +156,7 @@ class Observer:
                     held = known[sequence.id] = (table, table_hash(table))
                 column.append(held[1])
             columns.append(column)
-            if len(known) > 4 * len(column) + 1024:
+            if len(known) > 4 * len(column) + 64:
                 known.clear()
         return tuple(zip(*columns, strict=True))
 

@@ -25,10 +25,10 @@ from statemachine.records import Checkpoint, Header, Record, StepPlanned, TapeEn
 from .errors import Unusable
 
 CHUNK_BYTES = 1 << 20
-PIECE_BYTES = 1 << 10
-"""Compressed bytes that are unpacked at once. A byte can become 32 KiB, so that a hostile file
-takes 32 MiB, and a tape, which shrinks to a half or a third, a few KiB.
-"""
+PIECE_BYTES = 1 << 8
+"""Compressed bytes that are unpacked at once: each can become 32 KiB, in a file made to hurt."""
+UNPACKED_BYTES = 1 << 16
+"""Unpacked bytes that are handed on at once, at the least."""
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 STDIN = "-"
 
@@ -179,15 +179,21 @@ class Tape:
                 chunk = self._next(file)
             return
         unpacker = zstandard.ZstdDecompressor().decompressobj()
+        parts, size = [], 0
         while chunk:
             for at in range(0, len(chunk), PIECE_BYTES):
-                yield unpacker.decompress(chunk[at : at + PIECE_BYTES])
+                parts.append(unpacker.decompress(chunk[at : at + PIECE_BYTES]))
+                size += len(parts[-1])
+                if size >= UNPACKED_BYTES or unpacker.eof:
+                    yield b"".join(parts)
+                    parts, size = [], 0
                 if unpacker.eof:
                     rest = unpacker.unused_data or chunk[at + PIECE_BYTES :]
                     if rest or file.read(1):
                         raise zstandard.ZstdError("bytes follow the end of the compressed stream")
                     return
             chunk = self._next(file)
+        yield b"".join(parts)
         raise _Cut("the compressed tape stops early")
 
     def _next(self, file: IO[bytes]) -> bytes:
