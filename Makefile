@@ -37,7 +37,7 @@ serve: model
 	@$(BIN)/mlxtape serve --model $(MODEL)
 
 test: model
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: setup
 	$(BIN)/ruff format --check .

@@ -236,8 +236,7 @@ def run_again(inputs: Inputs, kernel: Kernel | None = None) -> list[Record]:
     kernel: the real one; without it the fake one. Raises what the engine raises, and Unusable where
     there is nothing that the fake kernel could run.
     """
-    import structlog
-
+    from server.logs import no_logs
     from server.loop import Loop, Parts
 
     header, policy = inputs.header, policy_of(inputs.header)
@@ -247,7 +246,7 @@ def run_again(inputs: Inputs, kernel: Kernel | None = None) -> list[Record]:
         header = structs.replace(header, sanitize=FULL)
     capture = Memory(header, inputs.checkpoints)
     ticks = iter(range(1 << 62))
-    with structlog.testing.capture_logs():
+    with no_logs():
         parts = Parts(run_on, policy, capture, header, lambda: next(texts))
         loop = Loop(parts, lambda: float(next(ticks)))
         _drive(loop, inputs)

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import logging
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import structlog
 from structlog.typing import EventDict
+
+
+@contextmanager
+def no_logs() -> Iterator[None]:
+    """Nothing is logged inside of the block: for an engine that runs again what was logged once."""
+    with structlog.testing.capture_logs():
+        yield
 
 
 def configure_logs(level: str = "info") -> None:
