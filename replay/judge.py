@@ -13,7 +13,7 @@ from attrs import field, frozen
 
 from statemachine.records import Record
 
-from .divergence import PLAN, Diverged, Divergence
+from .divergence import CRASH, PLAN, Diverged, Divergence
 from .fold import EACH_STEP, Fold
 from .run import Checker, Options, checker_for
 
@@ -39,7 +39,8 @@ class Sameness:
 def sameness(found: Divergence, with_step: bool = True) -> Sameness:
     """Of a divergence. with_step: it must also stand in the same step."""
     event = "" if found.kind == PLAN else event_type(found.event)
-    wrong = _NUMBERS.sub("#", found.summary)
+    # How it shows that a step was never answered differs: a new segment begins, or the tape ends.
+    wrong = "" if found.kind == CRASH else _NUMBERS.sub("#", found.summary)
     return Sameness(
         found.kind, found.record, event, found.sequence, wrong, found.step if with_step else None
     )
