@@ -115,7 +115,7 @@ class Tape:
                         if not data.startswith(MAGIC) or not decoder.position:
                             raise
                         decoder, self._fresh, before = TapeDecoder(), True, b""
-                before = chunk[-len(MAGIC) :]
+                before = (before + chunk)[-len(MAGIC) :]
         except _Cut as cut:
             self.torn = True
             self.notes.append(str(cut))
