@@ -166,6 +166,13 @@ class History:
                         return tuple(reversed(found))
         return tuple(reversed(found))
 
+    def newest(self, step: int, record: str) -> tuple[Happened, ...]:
+        """The first events of the newest record, if it is this one."""
+        if not self._records or self._records[-1][:2] != (step, record):
+            return ()
+        events = self._records[-1][2][: 2 * LAST_EVENTS]
+        return tuple(Happened(step, record, at, event_text(it)) for at, it in enumerate(events))
+
 
 def neighbours(
     seqs: Iterable[int], starts: Iterable[int], rows: Iterable[int]

@@ -262,24 +262,26 @@ class Fold:
 
     def _fold(self, step: int, kind: str, index: int, event: Event | None, what: str) -> NoReturn:
         seq = getattr(event, "seq", -1)
-        where = f"event {index} of its {kind}" if index >= 0 else f"its {kind}"
+        where = f"event {index} of its {kind} cannot be applied"
+        if index < 0:
+            where = f"its {kind} does not fit"
         raise Diverged(
             Divergence(
                 kind=FOLD,
                 step=step,
-                summary=f"{where} does not fold: {what}",
+                summary=f"{where}: {what}",
                 record=kind,
                 event_index=index,
                 event="" if event is None else event_text(event),
                 sequence=seq,
                 group=getattr(event, "group", -1),
                 values=self._lengths(seq),
-                last_events=self.history.of(seq) if seq >= 0 else (),
+                last_events=self.history.of(seq) if seq >= 0 else self.history.newest(step, kind),
             )
         )
 
     def _lengths(self, seq: int) -> tuple[Values, ...]:
-        """Where a sequence stood before the event that does not fold."""
+        """Where a sequence stood before the event that cannot be applied."""
         sequence = self.state.sequences.get(seq)
         if sequence is None:
             return ()

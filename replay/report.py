@@ -25,8 +25,8 @@ class DivergenceReport(Struct, frozen=True, rename={"kind": "class"}):
     record of that step (StepPlanned, StepDone, StepFailed, Checkpoint); event_index and event: the
     event in that record, which is JSON as the tape writes it. values: quantities as recorded (the
     engine wrote it), derived (it follows from the events) and observed (the caches used it).
-    last_events: of the sequence, oldest first. neighbours: the batch. meaning, try_next: for
-    people.
+    last_events: of the sequence, oldest first; of the record, where no one sequence is at fault.
+    neighbours: the batch. meaning, try_next: for people.
     """
 
     kind: str
@@ -176,11 +176,13 @@ def _divergence_lines(found: Divergence, outcome: Outcome) -> list[str]:
 def _history_lines(found: Divergence) -> list[str]:
     if not found.last_events:
         return []
-    lines = ["", f"last events of sequence {found.sequence} (step, record[event])"]
+    alone = found.sequence >= 0
+    whose = f"last events of sequence {found.sequence}" if alone else "the events of that record"
+    lines = ["", f"{whose} (step, record[event])"]
     width = max(len(f"{it.step}  {it.record}[{it.index}]") for it in found.last_events)
     for it in found.last_events:
         where = f"{it.step}  {it.record}[{it.index}]"
-        lines.append(f"  {where:<{width}}  {text_words(it.event)}")
+        lines.append(f"  {where:<{width}}  {text_words(it.event, named=not alone)}")
     return lines
 
 

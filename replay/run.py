@@ -21,6 +21,7 @@ from .fold import EACH_STEP, Counts, Fold
 from .hints import with_table
 from .progress import progress
 from .reader import Tape
+from .words import plural
 
 FOLD = "fold"
 PLAN = "plan"
@@ -224,8 +225,8 @@ def _add_notes(outcome: Outcome, fold: Fold, tape: Tape) -> None:
     counts, failed = outcome.counts, fold.first_failed
     if failed is not None:
         outcome.notes.append(
-            f"{counts.failed_steps} steps failed when they ran; the first, step {failed.step}, at "
-            f"{failed.stage}: {failed.error}"
+            f"{plural(counts.failed_steps, 'step')} failed when they ran; the first, step "
+            f"{failed.step}, at {failed.stage}: {failed.error}"
         )
     if counts.gaps:
         outcome.notes.append(

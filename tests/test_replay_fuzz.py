@@ -134,10 +134,10 @@ VALUES = st.one_of(
 
 def changed(value: Any, path: list[int], new: Any) -> Any:
     """A value with another one deep inside of it."""
-    if isinstance(value, dict) and value:
+    if isinstance(value, dict) and value and path:
         keys = sorted(value)
         key = keys[path[0] % len(keys)]
-        return {**value, key: changed(value[key], path[1:] or [0], new)}
+        return {**value, key: changed(value[key], path[1:], new)}
     if isinstance(value, list) and value and path:
         at = path[0] % len(value)
         return [*value[:at], changed(value[at], path[1:], new), *value[at + 1 :]]
