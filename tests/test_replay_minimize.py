@@ -88,9 +88,10 @@ def test_a_fault_among_200_requests_comes_down_to_three_at_most(name: str, tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_twenty_faults_and_more_come_down_to_three_requests_out_of_200(tmp_path: Path) -> None:
     few = []
-    for fault in [it for it in ALL if it.load.kernel == FAKE and not it.load.segment_bytes][:30]:
+    for fault in [it for it in ALL if it.load.kernel == FAKE and not it.load.segment_bytes][:24]:
         report = shrunk(fault, planted(fault, tmp_path), tmp_path / "small.log")
         assert report.after.requests <= report.before.requests
         if report.after.requests <= FEW and report.before.requests >= 100:
