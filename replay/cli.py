@@ -42,6 +42,9 @@ COMMANDS: dict[str, Command] = {
     "check": Command("check", CUT, "run cache scripts against the state machine"),
     "diff": Command("diff", COMPARE, "the first place where two runs answer otherwise, by request"),
     "what-if": Command("what_if", COMPARE, "a recorded load under other settings, without a model"),
+    "export": Command(
+        "export", CHANGE, "a tape for other tools: Perfetto, vLLM's KV events, Mooncake, ..."
+    ),
 }
 
 
