@@ -120,7 +120,10 @@ class Following:
 
     def _answered(self, record: StepDone) -> None:
         pieces = self.flights.pop(record.step, None)
-        if pieces is not None and all(0 <= piece < len(pieces.seqs) for piece in record.sampled):
+        columns = (record.tokens, record.logits, record.margins)
+        fits = all(len(column) == len(record.sampled) for column in columns)
+        count = 0 if pieces is None else len(pieces.seqs)
+        if pieces is not None and fits and all(0 <= it < count for it in record.sampled):
             self.answers.done(record, pieces)
         self._apply(record.step, record.events)
 
