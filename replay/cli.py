@@ -45,6 +45,9 @@ COMMANDS: dict[str, Command] = {
     "export": Command(
         "export", CHANGE, "a tape for other tools: Perfetto, vLLM's KV events, Mooncake, ..."
     ),
+    "bisect": Command(
+        "bisect", COMPARE, "the first bad step of a long capture, by its checkpoints"
+    ),
 }
 
 
