@@ -18,7 +18,7 @@ from statemachine.records import Header, Record, StepDone, StepFailed, StepPlann
 from .divergence import CRASH, Diverged, Divergence
 from .errors import Unusable
 from .fold import EACH_STEP, Counts, Fold
-from .hints import with_table
+from .hints import with_hint
 from .progress import progress
 from .reader import Tape
 from .words import plural
@@ -146,7 +146,7 @@ def _replay(path: str, options: Options) -> Outcome:
     code = DIVERGED if divergence else TORN if torn else CLEAN
     hint = ""
     if divergence is not None and fold.counts.records > 1:
-        divergence, hint = with_table(divergence, fold.state)
+        divergence, hint = with_hint(divergence, fold.state)
     outcome = Outcome(
         path, options.depth, code, fold.counts, tape.header, divergence,
         torn, options.until if stopped else None, tape.position, list(tape.notes),
