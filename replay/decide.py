@@ -28,6 +28,9 @@ DECIDED = (
     "is the recorded one"
 )
 
+TRIED_MAX = 200
+"""Runs after which what was found has to do: each schedules all requests of a candidate again."""
+
 
 class PlanSearch:
     """The search where the scheduler decides otherwise than the tape."""
@@ -59,6 +62,9 @@ class PlanSearch:
             return other is not None
 
         fewest(found.requests, frozenset(), holds)
+        if self._search.tried >= TRIED_MAX:
+            note = f"the search ended after {TRIED_MAX} candidates: fewer requests may do"
+            return evolve(best, notes=[*best.notes, note])
         return best
 
     def _follow(self) -> None:
@@ -88,7 +94,7 @@ class PlanSearch:
 
     def _decided(self, requests: frozenset[int]) -> Small | None:
         """The requests' inputs run again, with the wrong decision in it, if they come to it."""
-        if self._inputs is None:
+        if self._inputs is None or self._search.tried >= TRIED_MAX:
             return None
         for inputs in _timings(self._inputs.only(requests)):
             self._search.tried += 1
