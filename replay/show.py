@@ -30,7 +30,8 @@ from .divergence import Happened, concerns, event_text, text_for
 from .errors import Unusable
 from .following import Following
 from .life import LifeReport, life_lines, life_of
-from .moment import MomentReport, last_step, moment_lines, moment_of, step_lines
+from .moment import MomentReport, last_step, moment_of
+from .moment_text import moment_lines, step_lines
 from .progress import progress
 from .reader import STDIN, Tape, keep_stdin
 from .report import json_text

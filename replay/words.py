@@ -43,6 +43,11 @@ def tokens_text(tokens: tuple[int, ...]) -> str:
     return shown if len(tokens) <= TOKENS_SHOWN else shown + " ..."
 
 
+def called(external_id: str) -> str:
+    """A request's external id, quoted, behind a space; "" for none."""
+    return f' "{external_id}"' if external_id else ""
+
+
 def blocks_text(tables: tuple[tuple[int, ...], ...]) -> str:
     """ "blocks 4-7", by group where there are several; "" for none."""
     named = [(group, table) for group, table in enumerate(tables) if table]
