@@ -3,13 +3,16 @@
     every record       encoded and decoded; fold and plan find nothing
     every event        applied by itself, then the cheap invariants, in all runs; all invariants in
                        the runs of which `thorough` says so
-    every record with  all invariants, in all runs (a predicate whose part of the state is the very
-    events             object that it was is not asked again)
+    every answered     all invariants, in all runs (a predicate whose part of the state is the very
+    step               object that it was is not asked again)
     every request      ended, within `bound` steps; told so once and nothing after it; its answer is
                        a beginning of the answer alone, and all of it where it ended by itself
     every step         succeeds, but for those whose failure was ordered
     at the end         nothing is held, waits or runs; every block is free or cached; no client is
                        remembered; no row was found that is not its sequence's
+
+Of tapes in segments (about one run in fifty, on a real disk) replay's own command asks the cheap
+invariants after every record, and all of them at the end. Steps in a gap are seen by nobody.
 
 The states that the invariants see are the fold's. The engine's own are the same ones: their digests
 are on tape, and compared.
