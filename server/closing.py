@@ -18,6 +18,7 @@ from statemachine.events import (
     PROMPT,
     BlockPublished,
     Event,
+    FrontTrimmed,
 )
 from statemachine.records import Finished
 from statemachine.sequence import Sequence
@@ -199,6 +200,8 @@ def settle(
         live = requests.finish()
     freeing = any(piece.purpose in (PROMPT, DRAFT) for piece in plan.pieces)
     freeing = freeing or plan.step in view.state.pins
+    if view.stuck and not freeing:
+        freeing = any(isinstance(event, FrontTrimmed) for event in events)
     tried = {piece.seq for piece in plan.pieces}
     return structs.replace(
         view,

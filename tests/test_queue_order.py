@@ -26,7 +26,7 @@ from statemachine.geometry import Geometry, Group
 from statemachine.records import Parameters, RequestArrived
 
 from .follow import clean, planned, pool, random_load, same_answers
-from .sim import POLICY, SMALL, Sim, answer_alone
+from .sim import POLICY, SMALL, Sim, answer_alone, idle
 
 BY_PRIORITY = structs.replace(POLICY, scheduling=PRIORITY)
 AWARE = structs.replace(POLICY, prefix_aware=True)
@@ -406,3 +406,21 @@ def test_part_3_23_preemption_frees_requeues_and_recomputes_the_same_answer() ->
     assert sim.inboxes[1].tokens == answer_alone([1] * 8, 16)
     assert sim.inboxes[1].tokens[: len(sent)] == sent
     clean(sim)
+
+
+@pytest.mark.parametrize("arrival", range(20, 28))
+def test_a_request_starts_once_a_window_that_moved_on_left_room_for_it(arrival: int) -> None:
+    geometry = Geometry(4, (Group("window", num_blocks=8, window=8),))
+    policy = structs.replace(
+        POLICY, prefill_chunk=4, lookahead=True, watermark_blocks=0, context_tokens=200
+    )
+    sim = Sim(geometry, policy)
+    sim.submit(range(8), 100)
+    while sim.next_step < arrival:
+        sim.step()
+    sim.submit(range(30, 50), 3)
+    for _ in range(6):
+        sim.step()
+    assert sim.engine.view.running == (0, 1)
+    sim.run()
+    assert sim.idle_counts() == idle(geometry)
