@@ -15,6 +15,7 @@ from msgspec import Struct, structs
 
 from server.admission import check_pool
 from server.policy import Policy, check
+from statemachine.errors import StateMachineError
 from statemachine.geometry import Geometry
 from statemachine.geometry import check as check_geometry
 from statemachine.records import Header
@@ -152,8 +153,15 @@ def what_if(path: str, given: Iterable[str]) -> WhatIfReport:
                 "cannot be tried on it; give a tape from the server's start"
             )
         run = Resched(recorded, policy, geometry)
-        for record in run.records():
-            tried.feed(record)
+        try:
+            for record in run.records():
+                tried.feed(record)
+        except (ValueError, KeyError, StateMachineError) as error:
+            # The scheduler takes what it is given for the inputs of a server.
+            raise Unusable(
+                f"the tape's inputs cannot be run again ({error}): `replay {path}` tells what is "
+                "wrong with it"
+            ) from error
         recorded.finish()
     header = recorded.header
     changes = _changes(header, policy, geometry)

@@ -18,7 +18,7 @@ from replay.what_if import WhatIfReport, settings, what_if
 from server.policy import Policy
 from statemachine.events import Closed
 from statemachine.geometry import Geometry, Group
-from statemachine.records import Gap, Header, Record, StepDone, StepPlanned
+from statemachine.records import Gap, Header, Record, RequestArrived, StepDone, StepPlanned
 
 from .sim import POLICY, SMALL, TIGHT, Sim, prompts
 from .simulation_play import play
@@ -191,6 +191,17 @@ def test_a_setting_that_makes_no_sense_is_one_sentence(
     path = write(tmp_path, served().capture.records)
     assert main(["what-if", path, "--set", given]) == 2
     assert capsys.readouterr().err.startswith(f"replay: {said}")
+
+
+def test_inputs_that_no_server_had_are_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = served().capture.records
+    place = next(at for at, it in enumerate(records) if isinstance(it, RequestArrived))
+    path = write(tmp_path, [*records[:place], records[place], *records[place:]])
+    assert main(["what-if", path]) == 2
+    said = capsys.readouterr().err
+    assert "the tape's inputs cannot be run again (request 0 is live already" in said
 
 
 def test_what_the_model_cannot_do_is_not_tried(
