@@ -13,6 +13,8 @@ this ends); its parent, whose rows it is to share, has not got to the end of the
 
 from __future__ import annotations
 
+from itertools import chain
+
 from statemachine import commands
 from statemachine.events import Event, PrefixAdopted
 from statemachine.geometry import WINDOW, Geometry
@@ -118,10 +120,11 @@ def admit(draft: Draft) -> None:
         return
     skipped: list[int] = []
     started: list[int] = []
+    opened = _Opened(draft)
     for request in draft.waiting.first(LOOK_AHEAD):
         if len(started) == room or any(_passes(draft, it) >= PASSES_MAX for it in skipped):
             break
-        found = _try(draft, request)
+        found = _try(draft, request, opened)
         if found is None:
             skipped.append(request)
             continue
@@ -151,15 +154,13 @@ def _cached(draft: Draft, request: int, events: tuple[Event, ...]) -> int:
     return sum(len(event.tokens) for event in events if isinstance(event, PrefixAdopted))
 
 
-def _try(draft: Draft, request: int) -> tuple[Event, ...] | None:
+def _try(draft: Draft, request: int, opened: _Opened) -> tuple[Event, ...] | None:
     """Events that open a request and share what is there of its prompt, if all of its rows then
     fit; None where it cannot start.
     """
     if waits_for_parent(draft, request):
         return None
-    state = draft.state
-    opening = _open(draft, request)
-    state = apply_all(state, opening)
+    state, opening = opened.up_to(request)
     stream = draft.request(request).stream
     tokens = stream.slice(0, stream.length)
     if waits_for_prefix(draft, state, request, tokens):
@@ -170,16 +171,29 @@ def _try(draft: Draft, request: int) -> tuple[Event, ...] | None:
     return None
 
 
-def _open(draft: Draft, request: int) -> tuple[Event, ...]:
-    """Ids are opened in order: so those that a request passes are opened too, and stay queued."""
-    state, events = draft.state, list[Event]()
-    for seq in range(state.last_seq + 1, request + 1):
-        known = draft.view.requests.get(seq)
-        if known is not None:
-            opened = commands.open_sequence(state, seq, known.arrived.namespace)
-            state = apply_all(state, opened)
-            events += opened
-    return tuple(events)
+class _Opened:
+    """Ids are opened in order: so those that a request passes are opened too, and stay queued. What
+    one try opened is kept for the next, as long as the plan did not go on.
+    """
+
+    def __init__(self, draft: Draft) -> None:
+        self._draft = draft
+        self._base = self._state = draft.state
+        self._events: dict[int, tuple[Event, ...]] = {}
+
+    def up_to(self, request: int) -> tuple[State, tuple[Event, ...]]:
+        """A state in which a request is open, and the events that open it and those before it."""
+        draft = self._draft
+        if self._base is not draft.state:
+            self._base, self._state, self._events = draft.state, draft.state, {}
+        for seq in range(self._state.last_seq + 1, request + 1):
+            known = draft.view.requests.get(seq)
+            if known is not None:
+                opening = commands.open_sequence(self._state, seq, known.arrived.namespace)
+                self._state = apply_all(self._state, opening)
+                self._events[seq] = opening
+        needed = [opening for seq, opening in self._events.items() if seq <= request]
+        return self._state, tuple(chain.from_iterable(needed))
 
 
 def _fits(draft: Draft, state: State, request: int, rows: int) -> bool:
