@@ -395,3 +395,20 @@ def test_without_scripts_the_verdict_and_the_report_are_there(
     assert "DIVERGED at step" in text
     assert "This usually means:" in text
     assert "The charts need JavaScript" in text
+
+
+def test_many_requests_share_rows_only_where_their_times_do_not_meet(
+    browser: Browser, pages: dict[str, Path]
+) -> None:
+    shown(browser, pages["clean"])
+    asked = (
+        "(() => { const it = Object.create(Lanes.prototype); const many = [...Array(90).keys()];"
+        "it.steps = 300; it.lane = {start: many.map((n) => 3 * n)};"
+        "it.lane.end = many.map((n) => 3 * n + 5);"
+        "const rows = it.rows(many, 1); return [rows, it.rows(many.slice(0, 60), 1).length,"
+        "it.at(rows[0], 7, 0), it.at(rows[0], 5, 0) ?? null, it.at(rows[0], 5, 1)]; })()"
+    )
+    rows, few, inside, outside, near = browser.ask(asked)
+    assert rows == [list(range(0, 90, 2)), list(range(1, 90, 2))]
+    assert few == 60
+    assert (inside, outside, near) == (2, None, 0)

@@ -140,7 +140,7 @@ function goToStep(text) {
 
 /** The chosen lane, scrolled to where it can be seen. */
 function showSelected() {
-  const row = page.list.indexOf(page.selected);
+  const row = page.rows.findIndex((it) => it.includes(page.selected));
   const scroll = byId("scroll");
   if (row < 0) return;
   const top = row * LANE;
@@ -240,7 +240,9 @@ function hover(event, surface, id, click = false) {
   if (pixel < 0 || pixel >= surface.width) return;
   page.pixel = under(page.view, surface.width, pixel, page.count);
   page.cursor = page.pixel[0];
-  const lane = id === "lanes" ? page.list[Math.floor((event.offsetY + byId("scroll").scrollTop) / LANE)] : undefined;
+  const row = page.rows[Math.floor((event.offsetY + byId("scroll").scrollTop) / LANE)];
+  const near = (4 * (page.view.to - page.view.from)) / surface.width;
+  const lane = id === "lanes" ? page.lanes.at(row, page.cursor, near) : undefined;
   if (lane !== undefined) {
     if (click) {
       page.selected = page.selected === lane ? -1 : lane;

@@ -1,6 +1,7 @@
 // Lanes: one line a request, those that concern the view; what stands under a point of them.
 
 const LANE = 18;
+const LANES_ALONE = 60;
 const IN_ORDER = new Set(["", "stop", "length"]);
 const THICK = {queued: 4, prefill: 12, decode: 8, preempted: 4};
 const COLOUR = {queued: "queued", prefill: "prefill", decode: "decoding", preempted: "preempted"};
@@ -128,37 +129,80 @@ class Lanes {
     return parts.join("; ");
   }
 
-  /** Lanes `list`, from the one at `top` (CSS pixels), on a surface. */
-  draw(surface, list, view, top, colours, selected, found) {
+  /** Lanes by row: one each, or where there are many, those that follow each other in one. */
+  rows(list, gap) {
+    if (list.length <= LANES_ALONE) return list.map((lane) => [lane]);
+    const rows = [];
+    const ends = [];
+    for (const lane of list) {
+      let row = ends.findIndex((end) => end <= this.lane.start[lane]);
+      if (row < 0) row = rows.push([]) - 1;
+      rows[row].push(lane);
+      ends[row] = Math.max(this.end(lane), this.lane.start[lane] + 1) + gap;
+    }
+    return rows;
+  }
+
+  /** The lane of a row at a place, or close to it. */
+  at(row, place, near) {
+    if (row === undefined) return undefined;
+    if (row.length === 1) return row[0];
+    const distance = (lane) => Math.max(this.lane.start[lane] - place, place - this.end(lane) + 1, 0);
+    const found = row.reduce((one, other) => (distance(other) < distance(one) ? other : one));
+    return distance(found) <= near ? found : undefined;
+  }
+
+  /** Rows of lanes, from the one at `top` (CSS pixels), on a surface. */
+  draw(surface, rows, view, top, colours, selected, found) {
     const context = surface.base.getContext("2d");
     const ratio = surface.ratio;
     context.clearRect(0, 0, surface.base.width, surface.base.height);
     const first = Math.floor(top / LANE);
-    const last = Math.min(list.length - 1, Math.ceil((top + surface.height / ratio) / LANE));
-    for (let row = first; row <= last; row++) {
-      const lane = list[row];
-      const y = (row * LANE - top) * ratio;
-      const chosen = lane === selected;
-      const diverged = lane === found;
-      if (chosen || row % 2) {
-        context.fillStyle = chosen ? colours.select : colours.stripe;
+    const last = Math.min(rows.length - 1, Math.ceil((top + surface.height / ratio) / LANE));
+    for (let number = first; number <= last; number++) {
+      const row = rows[number];
+      const y = (number * LANE - top) * ratio;
+      const alone = row.length === 1;
+      if (number % 2 || (alone && row[0] === selected)) {
+        context.fillStyle = alone && row[0] === selected ? colours.select : colours.stripe;
         context.fillRect(0, y, surface.base.width, LANE * ratio);
       }
-      this.drawSpans(context, surface, lane, view, y + (LANE / 2) * ratio, colours);
-      this.drawMarks(context, surface, lane, view, y + (LANE / 2) * ratio, colours);
-      surface.font(context, 11);
+      for (const lane of row) {
+        this.drawLane(context, surface, lane, view, y + (LANE / 2) * ratio, colours, alone);
+      }
       context.fillStyle = colours.page;
       context.fillRect(0, y, surface.left - 1, LANE * ratio);
-      context.fillStyle = diverged ? colours.found : chosen ? colours.text : colours.dim;
-      context.textAlign = "right";
-      context.textBaseline = "middle";
-      context.fillText(`${diverged ? "\u25b8 " : ""}${this.lane.request[lane]}`, surface.left - 5 * ratio, y + (LANE / 2) * ratio);
-      if (diverged) {
-        context.strokeStyle = colours.found;
-        context.lineWidth = ratio;
-        context.strokeRect(surface.left, y + ratio, surface.width - ratio, LANE * ratio - 2 * ratio);
+      if (alone) this.drawName(context, surface, row[0], y, colours, selected, found);
+      for (const [lane, colour] of [[selected, colours.text], [found, colours.found]]) {
+        if (row.includes(lane) && (lane === found || !alone)) this.outline(context, surface, lane, view, y, colour, alone);
       }
     }
+  }
+
+  drawLane(context, surface, lane, view, middle, colours, alone) {
+    const size = surface.x(this.end(lane), view) - surface.x(this.lane.start[lane], view);
+    this.drawSpans(context, surface, lane, view, middle, colours);
+    if (alone || size > 40 * surface.ratio) this.drawMarks(context, surface, lane, view, middle, colours);
+  }
+
+  drawName(context, surface, lane, y, colours, selected, found) {
+    const diverged = lane === found;
+    surface.font(context, 11);
+    context.fillStyle = diverged ? colours.found : lane === selected ? colours.text : colours.dim;
+    context.textAlign = "right";
+    context.textBaseline = "middle";
+    const x = surface.left - 5 * surface.ratio;
+    context.fillText(`${diverged ? "\u25b8 " : ""}${this.lane.request[lane]}`, x, y + (LANE / 2) * surface.ratio);
+  }
+
+  outline(context, surface, lane, view, y, colour, alone) {
+    const ratio = surface.ratio;
+    const right = surface.left + surface.width - ratio;
+    const from = alone ? surface.left : Math.max(surface.left, surface.x(this.lane.start[lane], view) - 2 * ratio);
+    const to = alone ? right : Math.min(right, surface.x(this.end(lane), view) + 2 * ratio);
+    context.strokeStyle = colour;
+    context.lineWidth = (alone ? 1 : 2) * ratio;
+    if (to > from) context.strokeRect(from, y + ratio, to - from, (LANE - 2) * ratio);
   }
 
   drawSpans(context, surface, lane, view, middle, colours) {

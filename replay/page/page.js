@@ -100,21 +100,23 @@ function drawAll() {
     drawLines(surfaces.load, pair, ["waiting", "running"], view, Math.max(1, ...tops), colours);
   }
   page.list = page.lanes.chosen(view, byId("which").value, byId("find").value);
+  page.rows = page.lanes.rows(page.list, (2 * (view.to - view.from)) / Math.max(1, surfaces.batch.width));
   drawLanes();
   const {first, last} = inView();
   const numbers = page.columns["step.step"];
   byId("range").textContent = `steps ${grouped(numbers[first])}\u2013${grouped(numbers[last])} (${grouped(last - first + 1)} of ${grouped(page.count)})`;
-  byId("shown").textContent = page.list.length ? `${grouped(page.list.length)} of ${plural(page.lanes.count, "request")}` : "no request: choose another list, or move";
+  const packed = page.rows.length < page.list.length ? `, in ${grouped(page.rows.length)} rows: zoom in until each has its own` : "";
+  byId("shown").textContent = page.list.length ? `${grouped(page.list.length)} of ${plural(page.lanes.count, "request")}${packed}` : "no request: choose another list, or move";
 }
 
 function drawLanes() {
   const scroll = byId("scroll");
   const most = Math.max(120, Math.round(window.innerHeight * 0.6));
-  const height = Math.max(LANE, Math.min(page.list.length * LANE, most));
-  byId("spacer").style.height = `${page.list.length * LANE}px`;
+  const height = Math.max(LANE, Math.min(page.rows.length * LANE, most));
+  byId("spacer").style.height = `${page.rows.length * LANE}px`;
   const surface = page.surfaces.lanes;
   if (surface.fit(height)) {
-    page.lanes.draw(surface, page.list, page.view, scroll.scrollTop, page.colours, page.selected, page.foundLane);
+    page.lanes.draw(surface, page.rows, page.view, scroll.scrollTop, page.colours, page.selected, page.foundLane);
   }
 }
 
