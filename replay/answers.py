@@ -45,6 +45,22 @@ class Answer(Struct):
         return most - len(self.before) - len(self.samples)
 
     @property
+    def length(self) -> int:
+        """Tokens of prompt and answer so far."""
+        return len(self.arrived.tokens) + len(self.before) + len(self.samples)
+
+    def slice(self, first: int, end: int) -> tuple[int, ...]:
+        """Tokens [first, end) of prompt and answer, as far as there are any."""
+        prompt, before = self.arrived.tokens, self.before
+        begin, stop = len(prompt), len(prompt) + len(before)
+        found = prompt[first:end]
+        if end > begin:
+            found += before[max(first - begin, 0) : end - begin]
+        if end > stop:
+            found += tuple(it.token for it in self.samples[max(first - stop, 0) : end - stop])
+        return found
+
+    @property
     def stream(self) -> tuple[int, ...]:
         """Prompt and answer."""
         sampled = tuple(sample.token for sample in self.samples)

@@ -131,12 +131,8 @@ class Observer:
         columns: list[list[int]] = []
         for group, spec in enumerate(self._geometry.groups):
             if spec.kind == WINDOW:
-                columns.append(
-                    [
-                        visible_at(self._geometry, group, sequence.starts[group], end)
-                        for sequence, end in zip(pieces.sequences, ends, strict=True)
-                    ]
-                )
+                # Not from the sequence's own start: the kernel goes by that.
+                columns.append([visible_at(self._geometry, group, 0, end) for end in ends])
             else:
                 columns.append(ends)
         return tuple(zip(*columns, strict=True))

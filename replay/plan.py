@@ -16,7 +16,7 @@ from server.failing import PLAN as PLAN_STAGE
 from server.policy import Policy, check
 from server.view import StepPlan, View, checkpoint, initial, receive, restore
 from statemachine.errors import CodecError, StateMachineError
-from statemachine.events import PROMPT, Event
+from statemachine.events import Event
 from statemachine.records import (
     Checkpoint,
     Finished,
@@ -31,12 +31,11 @@ from statemachine.records import (
     StepFailed,
     StepPlanned,
 )
-from statemachine.sequence import Sequence, pack, unpack
 
 from .divergence import PLAN, Diverged, Divergence, Values, event_text
 from .errors import Unusable
+from .requests import Requests
 
-TOKEN_BYTES = 8
 _IMPOSSIBLE = (ValueError, KeyError, StateMachineError)
 """What the scheduler raises where the records before a step do not lead to it."""
 
@@ -65,9 +64,17 @@ class Planner:
         self._policy = Policy()
         self._finished: tuple[Finished, ...] = ()
         self._fresh = True
+        self._requests: Requests | None = None
 
     def feed(self, record: Record) -> None:
         """One record on. Raises Diverged where the scheduler decides otherwise, Unusable."""
+        if self._requests is not None:
+            self._requests.begin(record)
+        self._follow(record)
+        if self._requests is not None:
+            self._requests.ended(record)
+
+    def _follow(self, record: Record) -> None:
         if isinstance(record, Header):
             self._header(record)
         elif isinstance(record, Checkpoint):
@@ -89,6 +96,7 @@ class Planner:
         if self.view is None:
             self._policy = policy_of(record)
             self.view = initial(record.geometry, self._policy)
+            self._requests = Requests(record.geometry, self._policy)
 
     def _checkpoint(self, record: Checkpoint) -> None:
         if not self._fresh:
@@ -136,7 +144,8 @@ class Planner:
             what = f"the scheduler is at step {plan.step}, and the tape at step {record.step}"
             raise Diverged(Divergence(PLAN, record.step, what, "StepPlanned"))
         _compare(record.step, "StepPlanned", record.events, plan.events)
-        _compare_content(view, plan)
+        if self._requests is not None:
+            self._requests.planned(plan)
         self._begun[plan.step] = plan
         self.view = scheduler.begin(view, plan)
 
@@ -155,6 +164,8 @@ class Planner:
             what = f"the scheduler cannot close the step: {_why(error)}"
             raise Diverged(Divergence(PLAN, record.step, what, "StepDone")) from error
         _compare(record.step, "StepDone", record.events, events)
+        if self._requests is not None:
+            self._requests.done(record, plan)
         self.view = scheduler.settle(view, plan, outcomes, events)
 
     def _failed(self, record: StepFailed) -> None:
@@ -191,34 +202,6 @@ def _short(value: object) -> str:
         ids = [it.arrived.request if isinstance(it, RequestSnapshot) else it for it in value]
         return ", ".join(str(number) for number in ids)
     return str(value)
-
-
-def _compare_content(view: View, plan: StepPlan) -> None:
-    """The rows that a step issues hold their requests' tokens: prompt rows with all before them.
-
-    Events and state agree with each other even where the code that makes both is wrong; what
-    arrived and what was sampled says what the rows must hold.
-    """
-    size = plan.state.geometry.block_size
-    for piece in plan.pieces:
-        sequence: Sequence = plan.state.sequences[piece.seq]
-        stream = view.requests[piece.seq].stream
-        end = sequence.committed
-        first = 0 if piece.purpose == PROMPT else end - 1
-        index, row = divmod(first, size)
-        held = (b"".join(sequence.packed[index:]) + sequence.tail)[row * TOKEN_BYTES :]
-        wanted = pack(stream.slice(first, end))
-        if held != wanted:
-            tokens = unpack(held), unpack(wanted)
-            pairs = enumerate(zip(*tokens, strict=False))
-            at = next((place for place, (has, due) in pairs if has != due), 0)
-            what = (
-                f"position {first + at} of sequence {piece.seq} does not hold its request's token"
-            )
-            values = (Values("tokens", tokens[0][at : at + 8], tokens[1][at : at + 8]),)
-            raise Diverged(
-                Divergence(PLAN, plan.step, what, "StepPlanned", sequence=piece.seq, values=values)
-            )
 
 
 def _compare(step: int, kind: str, recorded: tuple[Event, ...], derived: tuple[Event, ...]) -> None:

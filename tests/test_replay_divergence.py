@@ -308,7 +308,12 @@ def test_the_report_says_the_verdict_first_and_json_says_the_same(
         f"the caches saw start 99, where the state has {seen.starts[0]}"
     )
     assert text.splitlines()[0] == line
-    for part in ("last events of sequence", "the batch of step", "This usually means:", "Try next:"):
+    for part in (
+        "last events of sequence",
+        "the batch of step",
+        "This usually means:",
+        "Try next:",
+    ):
         assert part in text
     assert main([path, "--json"]) == DIVERGED
     report = json.loads(capsys.readouterr().out)
