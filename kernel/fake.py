@@ -2,8 +2,9 @@
 
 Owns sampling without logits, failures on order, and the step-pinned driver. Metadata,
 observations and shadow tags are the real ones; a token is a function of the tag that the shadow
-array holds in its row's place (and of seed and position, where the request samples), so that a
-wrong table, a stale block or a visible pad changes the answer. Never keeps a length of its own.
+array holds in its row's place (and of seed and position, where the request samples). So a row that
+was issued for other tokens, or written elsewhere, changes the answer; what a row reads beyond
+itself is the shadow's to find. Never keeps a length of its own.
 """
 
 from __future__ import annotations

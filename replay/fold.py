@@ -199,6 +199,10 @@ class Fold:
     def _ended(self, record: TapeEnded) -> None:
         if self.pieces:
             self._crash("the tape ends in order")
+        if not self._lost and self.state.sequences:
+            left = ", ".join(str(seq) for seq in sorted(self.state.sequences)[:8])
+            what = f"the tape ends in order, and sequences are still open: {left}"
+            raise Diverged(Divergence(FOLD, record.steps, what, "TapeEnded"))
 
     def _apply(self, step: int, kind: str, events: tuple[Event, ...]) -> None:
         self.history.add(step, kind, events)

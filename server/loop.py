@@ -189,6 +189,10 @@ class Loop:
             self._give_up(received, error)
             return True
         if plan.idle:
+            if self.view.requests and not (self._flights or received):
+                # Nobody would ever move again, and nobody would hear of it.
+                self._give_up(received, RuntimeError("nothing can be planned for what is live"))
+                return True
             self._flush(received)
             return False
         if due:

@@ -155,3 +155,30 @@ def test_the_same_requests_give_the_same_answers_with_and_without_failures(tmp_p
     assert tight.preemptions >= 1
     assert tight.answers == record(roomy, tmp_path / "roomy.log").answers
     assert all(token < VOCAB for answer in calm.answers for token in answer)
+
+
+SEEN_WITH_THE_BUG_IN = {
+    "salt-ignored": "another namespace",
+    "version-ignored": "another namespace",
+    "other-token-kept": "does not hold its request's token",
+    "answer-forgotten": "not sampled where its text ends",
+    "one-token-more": "goes on, and came to its end",
+    "end-token-missed": "goes on, and came to its end",
+    "tokens-reordered": "does not hold its request's token",
+    "prompt-cut": "not sampled where its text ends",
+    "resumed-one-short": "not sampled where its text ends",
+    "S4": "nothing can be planned for what is live",
+}
+
+
+@pytest.mark.parametrize("name", SEEN_WITH_THE_BUG_IN)
+def test_a_bug_that_the_replaying_code_has_too_is_seen_where_it_shows_in_an_answer(
+    name: str, tmp_path: Path
+) -> None:
+    fault = BY_NAME[name]
+    tape = tmp_path / "capture.log"
+    record(fault.load, tape, fault, Witness())
+    with fault.active(Witness()):
+        found = replay(fault.load, tape, PLAN)
+    assert found is not None
+    assert SEEN_WITH_THE_BUG_IN[name] in found.summary
