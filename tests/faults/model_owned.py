@@ -18,6 +18,7 @@ FAULTS = Catalogue()
 EXAONE4 = "exaone4"
 MAMBA = "mamba"
 LONGCAT = "longcat_flash"
+NEMOTRON = "nemotron-nas"
 
 POLICY = Policy(
     max_batch_tokens=64, max_running=1, prefill_chunk=16, prefix_cache=False, context_tokens=96
@@ -119,6 +120,26 @@ def pads_fed(original: Any, witness: Witness) -> Any:
         return original(kernel, structs.replace(batch, pieces=(taken,)))
 
     return only_piece
+
+
+@FAULTS.add(
+    "S7",
+    "lengths are read off the first slot, which the model never writes: no rows are ever there",
+    "kernel.model_owned:ModelOwnedKernel._offsets",
+    in_a_row(NEMOTRON),
+    "fold",
+    "observation",
+    "rows 0, where the state has 16",
+)
+def first_slot(original: Any, witness: Witness) -> Any:
+    def offsets(kernel: Any, held: Any) -> list[int]:
+        right: list[int] = original(kernel, held)
+        first = held.offsets()[0]
+        if any(offset != first for offset in right):
+            witness.note(held.seq)
+        return [first] * len(right)
+
+    return offsets
 
 
 @FAULTS.add(
