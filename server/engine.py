@@ -170,17 +170,20 @@ class Engine:
 
     def cancel(self, request: int) -> None:
         """Give a request up; a request that already ended, or is unknown, is left alone."""
-        with self._wake:
-            self._inbox.append(RequestCancelled(request, CANCELLED))
-            self._wake.notify_all()
+        self._put(RequestCancelled(request, CANCELLED))
 
     def flush(self) -> None:
         """Empty the prefix index: what nobody holds cannot be found any more after the next step.
         Blocks that running requests hold stay findable; they can be flushed once these have ended.
         """
+        self._put(FlushRequested())
+
+    def _put(self, given: Input) -> None:
+        """Into the inbox, as long as somebody looks into it."""
         with self._wake:
-            self._inbox.append(FlushRequested())
-            self._wake.notify_all()
+            if not self._ended:
+                self._inbox.append(given)
+                self._wake.notify_all()
 
     def status(self) -> dict[str, int]:
         """Counts, of requests and (over all groups) of blocks; a snapshot between two steps."""

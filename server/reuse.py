@@ -17,6 +17,7 @@ from statemachine.state import State
 from statemachine.transitions import apply_all
 
 from .draft import Draft
+from .policy import PRIORITY
 from .view import UNKNOWN, RequestState
 
 
@@ -39,8 +40,9 @@ def waits_for_parent(draft: Draft, request: int) -> bool:
     if number in draft.running:
         return bool(draft.state.sequences[number].committed < len(parent.arrived.tokens))
     # One that was preempted once, or stands behind, is not worth waiting for.
-    before = number < request and parent.priority <= draft.request(request).priority
-    return before and parent.cached_tokens == UNKNOWN
+    by_priority = draft.policy.scheduling == PRIORITY
+    behind = by_priority and parent.priority > draft.request(request).priority
+    return number < request and not behind and parent.cached_tokens == UNKNOWN
 
 
 def waits_for_prefix(draft: Draft, state: State, request: int, tokens: tuple[int, ...]) -> bool:
