@@ -116,7 +116,8 @@ class FakeKernel:
             raise BuildFailed(str(error), error.seq) from error
         failure = self._fail.get(batch.step)
         if self._fails_to_build(batch, failure):
-            raise BuildFailed("a failure on order", None if failure is None else failure.seq)
+            named = failure.seq if failure is not None and failure.stage == BUILD else None
+            raise BuildFailed("a failure on order", named)
         report = self._shadow.apply(batch, metadata)
         # The rows hold what was fed, whoever has read it: tokens come from their real tags.
         self._shadow.learn(self._newest_step, self._newest)

@@ -37,8 +37,8 @@ FAULTS = (
     *("pads-not-trimmed", "S3-one-ahead", "copy-skipped", "wrong-victim", "end-token-missed"),
     *("cancel-leaks", "preempted-in-flight", "checkpoint-in-flight", "not-rewound-at-stop-string"),
 )
-UNSEEN = ("salt-not-in-key", "prompt-cut")
-"""A rule that both sides share, and an input that is lost before it is on tape."""
+UNSEEN = ("salt-not-in-key", "version-not-in-key")
+"""Rules that both sides share, of which no answer tells."""
 
 
 def taped(name: str, folder: Path) -> Path:

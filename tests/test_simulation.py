@@ -210,7 +210,7 @@ def _loses_a_record(original: Any) -> Any:
 
 PLANTED: dict[str, tuple[str, Callable[[Any], Any], str]] = {
     "told twice": ("server.clients:Clients.tell", _told_twice, "updates"),
-    "leaks when cancelled": ("server.view:_cancelled", _leaks_when_cancelled, "left over"),
+    "leaks when cancelled": ("server.view:_cancelled", _leaks_when_cancelled, "replay: fold"),
     "forgets nobody": ("server.clients:Clients._forget", _forgets_nobody, "left over"),
     "sees no stop string": ("server.clients:Clients.stopped", _sees_no_stop, "answer"),
     "draws with one seed": ("kernel.fake:FakeKernel._draw", _seeds_alike, "answer"),
