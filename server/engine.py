@@ -8,6 +8,7 @@ ends every request with an error, and makes later submissions raise.
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Callable
@@ -265,6 +266,8 @@ class Engine:
             log.exception("the tape could not be ended in order")
             loop.tell_all(ERROR, said)
         loop.release()
+        if self._keep_thread:
+            gc.collect()  # what MLX made on this thread ends on it
         for given in inbox:
             if isinstance(given, Arrival):
                 self._refuse_late(given, reason, said)

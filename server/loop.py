@@ -13,7 +13,6 @@ built is undone after the one before it was read, and what flies behind lost pag
 
 from __future__ import annotations
 
-import gc
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Protocol
@@ -387,7 +386,6 @@ class Loop:
     def release(self) -> None:
         """Let go of the kernel, and so of the model and its pages, on the thread that made them."""
         del self._kernel
-        gc.collect()
 
     def tell_all(self, reason: str, error: str) -> None:
         """Tell every client that its request is over; for when not even `end` can run."""
