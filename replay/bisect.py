@@ -22,7 +22,7 @@ from .arguments import TAPE_HELP
 from .divergence import Diverged, Divergence
 from .errors import Unusable
 from .judge import Judge
-from .reader import Tape, _sources
+from .reader import Tape, sources_of
 from .run import CLEAN, DIVERGED, FOLD, PLAN, Options
 from .words import plural
 
@@ -108,7 +108,7 @@ def bisect(path: str, depth: str = FOLD, every: bool = False) -> BisectReport:
     Raises Unusable.
     """
     notes: list[str] = []
-    sources = _sources(path, notes)
+    sources = sources_of(path, notes)
     segments, last = _Segments(sources, depth), len(sources) - 1
     in_order = every or not segments.bad(last)
     first = _in_order(segments, last) if in_order else _search(segments, last)

@@ -63,7 +63,7 @@ class Tape:
         self._segment = 0
         self._place = 0
         self._fresh = True
-        self._segments = _sources(path, self.notes)
+        self._segments = sources_of(path, self.notes)
         self.bytes_total = _size(self._segments)
 
     def __iter__(self) -> Iterator[Record]:
@@ -249,7 +249,8 @@ def _last_checkpoint(source: str, step: int) -> tuple[int, int]:
     return place, at
 
 
-def _sources(path: str, notes: list[str]) -> list[str]:
+def sources_of(path: str, notes: list[str]) -> list[str]:
+    """The files of a tape in order; what was left out is added to `notes`. Raises Unusable."""
     if path == STDIN:
         return [path]
     place = Path(path)
@@ -294,4 +295,4 @@ def read_header(path: str) -> Header:
     raise Unusable(f"{path} holds no header")
 
 
-__all__ = ["STDIN", "Checkpoint", "Tape", "keep_stdin", "read_header"]
+__all__ = ["STDIN", "Checkpoint", "Tape", "keep_stdin", "read_header", "sources_of"]

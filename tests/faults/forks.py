@@ -11,9 +11,26 @@ from kernel.batch import Batch
 from statemachine.events import NO_BLOCK, Event, Trimmed
 
 from . import loads
+from .blocks import not_copied
 from .fault import DONE, Catalogue, Make, Witness
 
 FAULTS = Catalogue()
+
+
+def _trimmed_by(original: Any, witness: Witness, more: int) -> Any:
+    """A fork whose trim takes `more` rows than it should."""
+
+    def fork(draft: Any, state: Any, request: int) -> tuple[Event, ...] | None:
+        events: tuple[Event, ...] | None = original(draft, state, request)
+        if events is None:
+            return None
+        witness.note(request)
+        *others, trimmed = events
+        assert isinstance(trimmed, Trimmed)
+        rows = trimmed.rows + more
+        return (*others, Trimmed(request, rows)) if rows else (*others,)
+
+    return fork
 
 
 @FAULTS.add(
@@ -26,16 +43,7 @@ FAULTS = Catalogue()
     "Trimmed",
 )
 def fork_whole(original: Any, witness: Witness) -> Any:
-    def fork(draft: Any, state: Any, request: int) -> tuple[Event, ...] | None:
-        events: tuple[Event, ...] | None = original(draft, state, request)
-        if events is None:
-            return None
-        witness.note(request)
-        *others, trimmed = events
-        assert isinstance(trimmed, Trimmed)
-        return (*others, Trimmed(request, trimmed.rows - 1)) if trimmed.rows > 1 else (*others,)
-
-    return fork
+    return _trimmed_by(original, witness, -1)
 
 
 @FAULTS.add(
@@ -48,16 +56,7 @@ def fork_whole(original: Any, witness: Witness) -> Any:
     "Trimmed",
 )
 def fork_short(original: Any, witness: Witness) -> Any:
-    def fork(draft: Any, state: Any, request: int) -> tuple[Event, ...] | None:
-        events: tuple[Event, ...] | None = original(draft, state, request)
-        if events is None:
-            return None
-        witness.note(request)
-        *others, trimmed = events
-        assert isinstance(trimmed, Trimmed)
-        return (*others, Trimmed(request, trimmed.rows + 1))
-
-    return fork
+    return _trimmed_by(original, witness, 1)
 
 
 @FAULTS.add(
@@ -70,13 +69,7 @@ def fork_short(original: Any, witness: Witness) -> Any:
     "not the row",
 )
 def fork_not_copied(original: Any, witness: Witness) -> Any:
-    def batch(view: Any, plan: Any) -> Batch:
-        made: Batch = original(view, plan)
-        if made.copies:
-            witness.note(made.copies[0].seq)
-        return structs.replace(made, copies=())
-
-    return batch
+    return not_copied(original, witness)
 
 
 @FAULTS.add(
