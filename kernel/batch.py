@@ -6,6 +6,7 @@ events, and positions, tables and visible rows are derived from that.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 from msgspec import Struct
@@ -24,6 +25,12 @@ class Piece(Struct, frozen=True):
     step before sampled last for the same sequence, and nobody has read yet. pads: rows after those.
     samples: how many of the rows before the pads are sampled, counted from the last: 0 where the
     piece ends inside the prompt, more than 1 where it verifies drafts.
+
+    answer: the request's answer up to the first sampled token, only where its parameters read it
+    (`Parameters.reads_answer`); drafts that a later sample follows are the last of `tokens`.
+    prompt: its prompt, only where a repetition penalty counts it. targets: prompt tokens whose
+    log-probabilities are asked for, each predicted by one of the rows right before the sampled
+    ones (or by the last rows, where none is sampled).
     """
 
     sequence: Sequence
@@ -32,6 +39,9 @@ class Piece(Struct, frozen=True):
     pending: int = 0
     samples: int = 0
     parameters: Parameters | None = None
+    answer: tuple[int, ...] = ()
+    prompt: tuple[int, ...] = ()
+    targets: tuple[int, ...] = ()
 
     @property
     def rows(self) -> int:
@@ -58,11 +68,24 @@ class Batch(Struct, frozen=True):
     copies: tuple[BlockCopied, ...] = ()
 
 
+class Logprob(Struct, frozen=True, array_like=True):
+    """A token's log-probability, and the likeliest tokens at its place with theirs, best first.
+
+    Natural logarithm of the model's own distribution: before bias, penalties, temperature, grammar.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
 class StepResult(Struct, frozen=True):
     """What a step observed and sampled.
 
     sampled: piece numbers that sampled, in batch order, each as often as it has samples; tokens,
     logits (chosen logit, float32) and margins (top logit minus runner-up, float32): one entry each.
+    logprobs: empty, or one for each sample, None where nobody asked. scores: by piece number, those
+    of its targets. embeddings: by piece number, the hidden state [D] of the last row.
     """
 
     observation: Observation
@@ -71,6 +94,9 @@ class StepResult(Struct, frozen=True):
     tokens: tuple[int, ...]
     logits: tuple[float, ...]
     margins: tuple[float, ...]
+    logprobs: tuple[Logprob | None, ...] = ()
+    scores: Mapping[int, tuple[Logprob, ...]] = {}
+    embeddings: Mapping[int, tuple[float, ...]] = {}
 
 
 class BuildFailed(Exception):

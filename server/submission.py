@@ -11,6 +11,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
+from kernel.batch import Logprob
 from statemachine.events import Namespace
 from statemachine.records import NO_PARENT, Parameters
 
@@ -39,6 +40,9 @@ class Update(Struct, frozen=True):
 
     finish_reason: stop, length, cancelled or error (then `error` says why, in one sentence).
     cached_tokens: prompt tokens that were adopted at first admission; -1 until it was admitted.
+    logprobs: empty, or one for each of `tokens`. scores: log-probabilities of the prompt tokens
+    from position scores_at on; a request that was preempted may tell some twice. embedding: the
+    answer of a request that asked for one.
     """
 
     request: int
@@ -46,6 +50,10 @@ class Update(Struct, frozen=True):
     finish_reason: str | None = None
     cached_tokens: int = -1
     error: str = ""
+    logprobs: tuple[Logprob, ...] = ()
+    scores: tuple[Logprob, ...] = ()
+    scores_at: int = -1
+    embedding: tuple[float, ...] = ()
 
 
 Sink = Callable[[Update], None]

@@ -16,6 +16,9 @@ from .geometry import Geometry
 
 FORMAT = 1
 
+NO_LOGPROBS = -1
+NO_SCORES = -1
+
 NO_PARENT = -1
 """RequestArrived.parent of a request that is nobody's copy."""
 
@@ -26,6 +29,16 @@ class Parameters(Struct, frozen=True, omit_defaults=True):
     temperature 0 is greedy; top_k 0 and top_p 1 and min_p 0 are off. seed is 64 bits.
     end_tokens end a request and are no part of its answer. priority: lower ones are served first,
     where the policy goes by it.
+
+    frequency_penalty times a token's count in the answer, and presence_penalty if it is in there,
+    are taken from its logit (OpenAI's rule); repetition_penalty, 1 is off, divides positive logits
+    of tokens in prompt or answer and multiplies negative ones (Keskar et al., CTRL, 2019).
+    logit_bias: (token, what is added to its logit). grammar: what the answer must match, in the
+    kernel's words; empty is free text.
+
+    logprobs: how many of the likeliest tokens are told with each answer token's log-probability;
+    NO_LOGPROBS tells none. score_from: from this position on, prompt tokens' log-probabilities are
+    told too; NO_SCORES tells none. embed: the last prompt row's hidden state is the answer.
     """
 
     max_tokens: int
@@ -37,6 +50,26 @@ class Parameters(Struct, frozen=True, omit_defaults=True):
     end_tokens: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     priority: int = 0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    grammar: str = ""
+    logprobs: int = NO_LOGPROBS
+    score_from: int = NO_SCORES
+    embed: bool = False
+
+    @property
+    def penalised(self) -> bool:
+        """Whether what was said before changes what is sampled next."""
+        return bool(
+            self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1.0
+        )
+
+    @property
+    def reads_answer(self) -> bool:
+        """Whether a token can be sampled only once all tokens before it are known."""
+        return self.penalised or bool(self.grammar)
 
 
 class Header(Struct, frozen=True, tag=True, omit_defaults=True):

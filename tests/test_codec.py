@@ -49,6 +49,7 @@ _BY_HINT: dict[Any, st.SearchStrategy[Any]] = {
     tuple[int, int]: st.tuples(ids, ids),
     tuple[float, ...]: st.lists(numbers, max_size=9).map(tuple),
     tuple[tuple[int, ...], ...]: st.lists(some_ids, max_size=3).map(tuple),
+    tuple[tuple[int, float], ...]: st.lists(st.tuples(ids, numbers), max_size=3).map(tuple),
     tuple[str, ...]: st.lists(text, max_size=3).map(tuple),
     dict[str, int]: st.dictionaries(text, ids, max_size=3),
     dict[str, str]: st.dictionaries(text, text, max_size=3),
