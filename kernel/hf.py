@@ -178,6 +178,15 @@ def _check_shapes(path: Path, config: Mapping[str, Any], shapes: Mapping[str, Sh
         raise ModelError(f"the safetensors in {path} do not match its config.json: {complaint}")
 
 
+def read_tokenizer(path: Path) -> tuple[Tokenizer, list[Path]]:
+    """A folder's tokenizer, weights or none, and the files that its digest is made of.
+
+    Raises TokenizerError, or ModelError for a file that is no JSON object.
+    """
+    config = path / "config.json"
+    return _tokenizer(path, _read_json(config) if config.is_file() else {})
+
+
 def _tokenizer(path: Path, config: Mapping[str, Any]) -> tuple[Tokenizer, list[Path]]:
     file = path / "tokenizer.json"
     if not file.is_file():

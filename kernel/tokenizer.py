@@ -96,6 +96,17 @@ class Tokenizer:
         detokenizer = Detokenizer(self)
         return "".join(map(detokenizer.add, ids)) + detokenizer.finish()
 
+    def prompt_text(self, ids: Sequence[int]) -> str:
+        """Text that `encode` makes `ids` of again: special tokens written out, without those that
+        it puts before every text. No text may do so; whoever needs to know encodes it.
+        """
+        first = self.encode("")
+        own = ids[len(first) :] if list(ids[: len(first)]) == first else ids
+        data = b"".join(self._bytes[token] for token in own)
+        if self.strips_first_space and own and own[0] not in self._special:
+            data = data.removeprefix(b" ")
+        return data.decode("utf-8", "replace")
+
     def token_bytes(self, token: int) -> bytes:
         """The bytes that a token stands for; none for special tokens and ids out of range."""
         return b"" if token in self._special else self._bytes[token]

@@ -18,7 +18,7 @@ from .bundled import BUNDLED, Progress, bundled_model
 from .errors import ModelError
 from .gguf import GgufModel, read_gguf
 from .gguf_vocab import tokenizer_from_gguf
-from .hf import build_llama, read_folder
+from .hf import build_llama, read_folder, read_tokenizer
 from .tensors import compare_shapes, digest_files, digest_json, parameter_shapes, parameters
 from .tokenizer import Tokenizer
 
@@ -56,16 +56,34 @@ def load_model(path_or_name: str, *, progress: Progress | None = None) -> Loaded
     this module. Raises ModelError, or its TokenizerError, with one sentence that says what to do.
     """
     tell = progress or (lambda _: None)
-    if path_or_name in BUNDLED:
-        path, name = bundled_model(path_or_name, progress), path_or_name
-    else:
-        path = Path(path_or_name).expanduser()
+    path = _path_of(path_or_name, progress)
+    name = path_or_name
+    if path_or_name not in BUNDLED:
         name = path.resolve().name.removesuffix(".gguf")
     tell(f"loading {name}")
+    return _from_folder(path, name) if path.is_dir() else _from_gguf(path, name)
+
+
+def load_tokenizer(path_or_name: str) -> tuple[Tokenizer, str]:
+    """The tokenizer of whatever `load_model` takes, and its digest; a folder needs no weights.
+
+    Raises as `load_model` does.
+    """
+    path = _path_of(path_or_name, None)
     if path.is_dir():
-        return _from_folder(path, name)
-    if path.is_file() and path.suffix == ".gguf":
-        return _from_gguf(path, name)
+        tokenizer, files = read_tokenizer(path)
+        return tokenizer, digest_files(files)
+    metadata = read_gguf(path, mx.float16).metadata
+    return tokenizer_from_gguf(metadata), _digest_vocab(metadata)
+
+
+def _path_of(path_or_name: str, progress: Progress | None) -> Path:
+    """A folder, or a .gguf file. Raises ModelError."""
+    if path_or_name in BUNDLED:
+        return bundled_model(path_or_name, progress)
+    path = Path(path_or_name).expanduser()
+    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+        return path
     what = "is neither a folder nor a .gguf file" if path.exists() else "does not exist"
     raise ModelError(
         f"the model path {path_or_name} {what}: give a Hugging Face folder with safetensors, a "
@@ -85,13 +103,16 @@ def _from_gguf(path: Path, name: str) -> LoadedModel:
     if held.rope_factors is not None:
         _stretch_rope(path, model, held)
     model.load_weights(list(held.weights.items()))
-    tokenizer_fields = {k: v for k, v in held.metadata.items() if k.startswith("tokenizer.")}
     digests = {
         "weights": digest_files([path]),
-        "tokenizer": digest_json(tokenizer_fields),
+        "tokenizer": _digest_vocab(held.metadata),
         "config": digest_json(held.config),
     }
     return _loaded(model, held.config, tokenizer_from_gguf(held.metadata), name, digests)
+
+
+def _digest_vocab(metadata: Mapping[str, Any]) -> str:
+    return digest_json({k: v for k, v in metadata.items() if k.startswith("tokenizer.")})
 
 
 def _from_folder(path: Path, name: str) -> LoadedModel:

@@ -9,7 +9,7 @@ Compares nothing.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 
 import msgspec
 from attrs import frozen
@@ -81,7 +81,7 @@ def _hash(text: str) -> int:
 class Names:
     """Names of a tape's requests, by request id; `shared`: external ids that both runs have."""
 
-    def __init__(self, shared: set[int]) -> None:
+    def __init__(self, shared: Set[int]) -> None:
         self._shared = shared
         self._alike = Counter[tuple[str, int]]()
         self.live: dict[int, Name] = {}
@@ -105,7 +105,7 @@ class Names:
 class Endings:
     """Iterate once. `stopped`: why the tape could not be followed to its end; "" where it was."""
 
-    def __init__(self, records: Iterable[Record], shared: set[int]) -> None:
+    def __init__(self, records: Iterable[Record] = (), shared: Set[int] = frozenset()) -> None:
         self._records = records
         self._names = Names(shared)
         self._following = Following()
@@ -118,13 +118,18 @@ class Endings:
     def __iter__(self) -> Iterator[Ending]:
         """Requests in the order of their ends, those that are live at the tape's end last."""
         for record in self._records:
-            yield from self._feed(record)
+            yield from self.feed(record)
             if self.stopped:
                 break
+        yield from self.rest()
+
+    def rest(self) -> Iterator[Ending]:
+        """Requests that are live behind the last record."""
         for answer in tuple(self._following.answers.live.values()):
             yield self._ending(answer, LIVE)
 
-    def _feed(self, record: Record) -> Iterator[Ending]:
+    def feed(self, record: Record) -> Iterator[Ending]:
+        """One record on, for who has to go record by record: the requests that it ends."""
         live = self._following.answers.live
         self._names.feed(record)
         closed: list[tuple[str, Answer]] = []
