@@ -33,6 +33,7 @@ __all__ = [
     "TapeEncoder",
     "decode_state",
     "encode_state",
+    "find_frame",
 ]
 
 MAGIC = b"MLXTAPE1"
@@ -53,6 +54,10 @@ _MALFORMED = (
     ValueError,
     struct.error,
 )
+
+
+_ALONE = (b"\x09", b"\x0a")
+"""Numbers of Gap and Checkpoint, the second byte of their payloads (wire.py)."""
 
 
 class TapeEncoder:
@@ -103,15 +108,39 @@ class TapeEncoder:
         return b"".join((length, check, payload, _U32.pack(self._crc)))
 
 
+def find_frame(data: bytes, start: int) -> tuple[int, int, bool] | None:
+    """Of the first frame at or after `start`: its place, the CRC to `TapeDecoder.resume` with, and
+    whether all of it is there.
+
+    Its header must fit the CRC that stands right before it, and its payload, if it is there, its
+    own. Looks at every byte: some 2 MB a second.
+    """
+    for at in range(max(start, _U32.size), len(data) - _HEAD.size + 1):
+        length, check = _HEAD.unpack_from(data, at)
+        if length > MAX_FRAME_BYTES:
+            continue
+        before = data[at - _U32.size : at]
+        if crc32(before, crc32(data[at : at + _U32.size])) != check:
+            continue
+        end = at + _HEAD.size + length
+        whole = end + _U32.size <= len(data)
+        if whole and crc32(data[at + _HEAD.size : end]) != _U32.unpack_from(data, end)[0]:
+            continue
+        return at, _U32.unpack(before)[0], whole
+    return None
+
+
 class TapeDecoder:
     """Bytes to records, fed in pieces of any size; holds no more than one frame and one piece.
 
     position: bytes up to the end of the last whole frame. torn: whether bytes follow it that are
-    the start of a frame (ask when the input has ended).
+    the start of a frame (ask when the input has ended). passed_over: frames left out by `resume`.
     """
 
     def __init__(self) -> None:
         self.position = 0
+        self.passed_over = 0
+        self._lost = False
         self._tracker = Tracker()
         self._decoder = msgspec.msgpack.Decoder(wire.WireRecord)
         self._crc = _FIRST_CRC
@@ -128,6 +157,23 @@ class TapeDecoder:
         """Bytes after the last whole frame."""
         return len(self._buffer)
 
+    @property
+    def crc(self) -> int:
+        """The CRC that the next frame's header builds on: a mark for `resume`."""
+        return self._crc
+
+    def resume(self, position: int, crc: int) -> None:
+        """Go on at the frame that begins at `position`, behind lost ones; `crc`: as above.
+
+        Frames up to the next Gap or Checkpoint, which rely on nothing before them, are passed over.
+        """
+        self.position, self._crc, self._lost = position, crc, True
+        self._buffer.clear()
+
+    def forget_torn(self) -> None:
+        """Forget the bytes after the last whole frame: they will be fed again, maybe others."""
+        self._buffer.clear()
+
     def feed(self, data: bytes) -> Iterator[Record]:
         """The records that `data` completes. Raises CodecError, with the byte, at corruption.
 
@@ -140,7 +186,13 @@ class TapeDecoder:
         try:
             while (frame := self._next_frame(at)) is not None:
                 payload, size = frame
+                if self._lost and payload[1:2] not in _ALONE:
+                    self.passed_over += 1
+                    at += size
+                    self.position += size
+                    continue
                 record = self._record(payload)
+                self._lost = False
                 at += size
                 self.position += size
                 yield record
