@@ -9,7 +9,8 @@ a message too. A message can thus end its own turn, as with other servers; who m
 has to refuse such text before it comes here.
 
 Text of tokens. Decoding joins the bytes of the tokens and reads them as UTF-8, which is the same
-for one token at a time and for all at once. Special tokens have no text. Bytes that cannot be
+for one token at a time and for all at once. Special tokens have no text, but for those that mark
+what an answer's parts are (SPOKEN_TOKEN_NAMES): who splits it must see them. Bytes that cannot be
 UTF-8 become U+FFFD; an incomplete character at the end is left out.
 """
 
@@ -38,10 +39,41 @@ END_TOKEN_NAMES = (
     "<|end_of_text|>",
     "<|endoftext|>",
     "<|end|>",
+    "<|return|>",
+    "<|call|>",
     "<end_of_turn>",
     "</s>",
 )
 """Special tokens that end an answer whatever the metadata says."""
+
+SPOKEN_TOKEN_NAMES = (
+    "<think>",
+    "</think>",
+    "[THINK]",
+    "[/THINK]",
+    "<tool_call>",
+    "</tool_call>",
+    "<|tool_call|>",
+    "<|/tool_call|>",
+    "[TOOL_CALLS]",
+    "[CALL_ID]",
+    "[ARGS]",
+    "<|python_tag|>",
+    "<|tool_calls_section_begin|>",
+    "<|tool_calls_section_end|>",
+    "<|tool_call_begin|>",
+    "<|tool_call_argument_begin|>",
+    "<|tool_call_end|>",
+    "<|start|>",
+    "<|channel|>",
+    "<|constrain|>",
+    "<|message|>",
+)
+"""Special tokens that have text: in some vocabularies these are special, in others not."""
+
+CHANNEL = "<|channel|>"
+MESSAGE_END = "<|end|>"
+"""Where answers have channels, it ends one message of an answer, and is spoken; else the answer."""
 
 SPM_SPACE = "\u2581"
 
@@ -67,18 +99,34 @@ class Tokenizer:
         self._core = core
         self._named = dict(named or {})
         self._template = chat_template
-        self._special = frozenset(
-            token for token, added in core.get_added_tokens_decoder().items() if added.special
-        )
-        known = (core.token_to_id(name) for name in END_TOKEN_NAMES)
-        by_name = (token for token in known if token is not None and token in self._special)
-        self.end_tokens: tuple[int, ...] = tuple(sorted({*end_tokens, *by_name}))
+        decoder = core.get_added_tokens_decoder()
+        self._added = {added.content: token for token, added in decoder.items()}
+        self._special = frozenset(token for token, added in decoder.items() if added.special)
+        ends, spoken = set(END_TOKEN_NAMES), set(SPOKEN_TOKEN_NAMES)
+        if core.token_to_id(CHANNEL) is not None:
+            ends.discard(MESSAGE_END)
+            spoken.add(MESSAGE_END)
+        self.end_tokens: tuple[int, ...] = tuple(sorted({*end_tokens, *self._special_ids(ends)}))
+        self._silent = self._special - self._special_ids(spoken)
         self.vocab_size: int = core.get_vocab_size(with_added_tokens=True)
         self._bytes = _TokenBytes(core)
+
+    def _special_ids(self, names: Iterable[str]) -> frozenset[int]:
+        known = (self._core.token_to_id(name) for name in names)
+        return frozenset(token for token in known if token in self._special)
 
     @property
     def has_chat_template(self) -> bool:
         return self._template is not None
+
+    @property
+    def chat_template(self) -> str:
+        """The template's source; empty where there is none."""
+        return self._template or ""
+
+    def added_token(self, text: str) -> int | None:
+        """The id of the added token (special or not) that is spelled `text`."""
+        return self._added.get(text)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of `text`; a start token is put before it where the model's tokenizer does that.
@@ -108,8 +156,8 @@ class Tokenizer:
         return data.decode("utf-8", "replace")
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes that a token stands for; none for special tokens and ids out of range."""
-        return b"" if token in self._special else self._bytes[token]
+        """The bytes that a token stands for; none for silent ones (see above) and unknown ids."""
+        return b"" if token in self._silent else self._bytes[token]
 
     @property
     def strips_first_space(self) -> bool:

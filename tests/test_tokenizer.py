@@ -67,6 +67,28 @@ def test_special_tokens_and_ids_out_of_range_have_no_text() -> None:
     assert BYTES.decode([2, *BYTES.encode("a"), 0, 10**6, -1]) == "a"
 
 
+def test_special_tokens_that_mark_the_parts_of_an_answer_have_text() -> None:
+    core = tiny.byte_tokenizer()
+    core.add_special_tokens([AddedToken("[TOOL_CALLS]", special=True)])
+    tokenizer = Tokenizer(core)
+    ids = tokenizer.encode("a[TOOL_CALLS]b")
+    assert len(ids) == 3
+    assert pieces(tokenizer, ids) == ["a", "[TOOL_CALLS]", "b", ""]
+    assert tokenizer.added_token("[TOOL_CALLS]") == ids[1]
+    assert tokenizer.added_token("a") is None
+
+
+def test_the_end_of_a_message_ends_the_answer_only_where_answers_have_no_channels() -> None:
+    core = tiny.byte_tokenizer()
+    core.add_special_tokens([AddedToken("<|end|>", special=True)])
+    (end,) = Tokenizer(core).encode("<|end|>")
+    assert end in Tokenizer(core).end_tokens
+    assert Tokenizer(core).decode([end]) == ""
+    core.add_special_tokens([AddedToken("<|channel|>", special=True)])
+    assert end not in Tokenizer(core).end_tokens
+    assert Tokenizer(core).decode([end]) == "<|end|>"
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.text().filter(lambda text: not any(name in text for name in tiny.SPECIAL)))
 def test_text_survives_encoding_and_decoding(text: str) -> None:
