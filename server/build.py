@@ -56,7 +56,7 @@ def build_engine(settings: Settings, progress: Progress | None = None) -> tuple[
         tokenizers.append(tokenizer)
         return parts
 
-    engine = Engine(make, keep_thread=True)
+    engine = Engine(make, waiting_max=settings.max_waiting, keep_thread=True)
     try:
         engine.start()
     except BaseException:

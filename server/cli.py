@@ -7,11 +7,13 @@ reads. A refusal is one sentence on the error stream, never a traceback.
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
-from typing import Any, NoReturn, Protocol
+from typing import Any, ClassVar, NoReturn, Protocol
 
 import attrs
 
@@ -23,12 +25,17 @@ from .capture import CaptureError
 from .generate import GenerateError, generate
 from .listen import ListenError, bind, listen, run
 from .logs import configure_logs
-from .settings import Settings, SettingsError, load_settings
+from .print_config import config_text
+from .settings import Settings, SettingsError, load_with_sources
 from .submission import EngineApi, EngineStopped, RequestRefused
 from .wire import ApiError, ChatRequest, Message, check_ranges
 
 EXPECTED = (KernelError, CaptureError, ListenError, GenerateError, EngineStopped, RequestRefused)
-SERVING_ONLY = ("host", "port", "max_body_bytes", "grace_s")
+SERVING_ONLY = (
+    *("host", "port", "max_waiting", "max_body_bytes", "max_header_bytes", "body_timeout_s"),
+    *("request_timeout_s", "keep_alive_s", "grace_s", "api_key", "api_key_file", "public_metrics"),
+    *("cors_origins", "tls_cert", "tls_key"),
+)
 """Settings that mean nothing to `generate`."""
 
 
@@ -48,7 +55,10 @@ def main(argv: Sequence[str] | None = None, build: Build | None = None) -> int:
         arguments = vars(_parser().parse_args(argv))
         command = arguments.pop("command")
         own = {name: arguments.pop(name) for name in OWN if name in arguments}
-        settings = load_settings(arguments, os.environ, own.pop("config", None))
+        settings, sources = load_with_sources(arguments, os.environ, own.pop("config", None))
+        if own.pop("print_config", False):
+            print(config_text(settings, sources), end="")
+            return 0
         if command == "serve":
             return _serve(settings, build or _build)
         return _generate(settings, build or _build, **own)
@@ -77,7 +87,7 @@ def _build(settings: Settings, progress: Callable[[str], None]) -> tuple[Running
 
 
 def _serve(settings: Settings, build: Build) -> int:
-    configure_logs(settings.log_level)
+    configure_logs(settings.log_level, settings.log_format)
     # The address first: a port in use is told before a model is loaded.
     listener = bind(settings.host, settings.port)
     try:
@@ -104,7 +114,8 @@ def _generate(
     temperature: float = 0.0,
     seed: int | None = None,
 ) -> int:
-    configure_logs("warning" if settings.log_level == "info" else settings.log_level)
+    level = "warning" if settings.log_level == "info" else settings.log_level
+    configure_logs(level, settings.log_format)
     request = ChatRequest(
         [Message("user", prompt)], max_tokens=max_tokens, temperature=temperature, seed=seed
     )
@@ -124,11 +135,19 @@ def _tell(text: str) -> None:
 class _Parser(argparse.ArgumentParser):
     """One sentence for a wrong usage, and a pointer to the rest."""
 
+    flags: ClassVar[set[str]] = set()
+    """Names of all commands' flags: the parser at the top reports what a command does not know."""
+
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"mlxtape: {message} (see {self.prog} --help)\n")
+        unknown = re.match(r"unrecognized arguments: --([^ =]+)", message)
+        name = unknown[1] if unknown else ""
+        near = difflib.get_close_matches(name, self.flags, n=1)
+        # Another command's flag is near to itself: no hint then.
+        hint = f"; do you mean --{near[0]}?" if near and near != [name] else ""
+        self.exit(2, f"mlxtape: {message}{hint} (see {self.prog} --help)\n")
 
 
-OWN = ("config", "prompt", "max_tokens", "temperature", "seed")
+OWN = ("config", "print_config", "prompt", "max_tokens", "temperature", "seed")
 """Arguments that are no settings."""
 
 
@@ -141,7 +160,10 @@ def _parser() -> argparse.ArgumentParser:
     version = f"mlxtape {metadata.version('mlxtape')}"
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _add_command(commands, "serve", "serve a model over HTTP, as OpenAI's API", leave_out=())
+    serve = _add_command(commands, "serve", "serve a model over HTTP, as OpenAI's API", ())
+    serve.add_argument(
+        "--print-config", action="store_true", help="print all settings as TOML, and end"
+    )
     one = _add_command(commands, "generate", "print the answer to one message", SERVING_ONLY)
     one.add_argument("-p", "--prompt", required=True, metavar="TEXT", help="the message")
     one.add_argument("--max-tokens", type=int, metavar="N", help="tokens of the answer at most")
@@ -176,21 +198,35 @@ _METAVARS = {
     "capture": "PATH",
     "kv_memory": "SIZE",
     "max_body_bytes": "SIZE",
+    "max_header_bytes": "SIZE",
+    "scheduling": "ORDER",
     "sanitize": "MODE",
+    "api_key": "KEY,...",
+    "api_key_file": "PATH",
+    "cors_origins": "ORIGIN,...",
+    "tls_cert": "PATH",
+    "tls_key": "PATH",
     "log_level": "LEVEL",
+    "log_format": "FORMAT",
 }
 
 
 def _add_flag(command: Any, field: attrs.Attribute[Any]) -> None:
-    flag = "--" + field.name.replace("_", "-")
+    name = field.name.replace("_", "-")
+    _Parser.flags.add(name)
+    flag = f"--{name}"
     text = field.metadata["help"]
     if isinstance(field.default, bool):
         text += f" (default {'on' if field.default else 'off'})"
         command.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
         return
+    metavar = _METAVARS.get(field.name, "N")
+    if isinstance(field.default, tuple):
+        command.add_argument(flag, action="append", metavar=metavar, help=text)
+        return
     if field.default is not None:
         text += f" (default {field.default})"
-    command.add_argument(flag, metavar=_METAVARS.get(field.name, "N"), help=text)
+    command.add_argument(flag, metavar=metavar, help=text)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,8 @@
-"""Logs: structlog on the error stream, coloured on a terminal, `key=value` lines elsewhere."""
+"""Logs: structlog on the error stream; what the standard library's logging gets goes there, too.
+
+Text is coloured on a terminal and `key=value` lines elsewhere; JSON is one object a line. Owns how
+a line looks, and the notes that the layers below leave for a request's one line.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,11 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from typing import Any
 
 import structlog
-from structlog.typing import EventDict
+from structlog.typing import EventDict, Processor
 
 
 @contextmanager
@@ -19,27 +24,40 @@ def no_logs() -> Iterator[None]:
         yield
 
 
-def configure_logs(level: str = "info") -> None:
-    """Set up logging for the process. `level`: debug, info, warning or error."""
-    terminal = sys.stderr.isatty()
-    renderer: structlog.typing.Processor
-    if terminal:
-        # The default shows the locals of every frame: all of a pool, for tens of seconds, and
-        # prompts in a log.
-        renderer = structlog.dev.ConsoleRenderer(
-            colors=True, sort_keys=False, exception_formatter=structlog.dev.plain_traceback
-        )
+_notes: ContextVar[dict[str, Any]] = ContextVar("notes")
+
+
+@contextmanager
+def noted() -> Iterator[dict[str, Any]]:
+    """What `note` is told inside of the block, by any task that was begun in it."""
+    notes: dict[str, Any] = {}
+    token = _notes.set(notes)
+    try:
+        yield notes
+    finally:
+        _notes.reset(token)
+
+
+def note(**fields: Any) -> None:
+    """Add to the log line that is written when the request now served is over."""
+    _notes.get({}).update(fields)
+
+
+def configure_logs(level: str = "info", form: str = "text") -> None:
+    """Set up logging for the process. `level`: debug, info, warning or error; `form`: text, json.
+
+    Whatever is not ours (Hypercorn, asyncio, warnings of libraries) logs from warning on.
+    """
+    if form == "json":
+        processors = _json_lines()
     else:
-        order = ["timestamp", "level", "event"]
-        renderer = structlog.processors.LogfmtRenderer(key_order=order, bool_as_flag=False)
+        processors = _terminal() if sys.stderr.isatty() else _plain_lines()
     structlog.configure(
         processors=[
+            structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
-            _escape_controls,
-            structlog.processors.TimeStamper(fmt="%H:%M:%S" if terminal else "iso", utc=False),
             structlog.processors.StackInfoRenderer(),
-            *([] if terminal else [structlog.processors.format_exc_info]),
-            renderer,
+            *processors,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(
             logging.getLevelNamesMapping()[level.upper()]
@@ -47,6 +65,50 @@ def configure_logs(level: str = "info") -> None:
         logger_factory=_ErrorStream,
         cache_logger_on_first_use=False,
     )
+    logging.getLogger().addHandler(BRIDGE)
+
+
+def _json_lines() -> list[Processor]:
+    return [
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.format_exc_info,
+        structlog.processors.JSONRenderer(),
+    ]
+
+
+def _plain_lines() -> list[Processor]:
+    order = ["timestamp", "level", "event"]
+    return [
+        _escape_controls,
+        structlog.processors.TimeStamper(fmt="iso", utc=False),
+        structlog.processors.format_exc_info,
+        structlog.processors.LogfmtRenderer(key_order=order, bool_as_flag=False),
+    ]
+
+
+def _terminal() -> list[Processor]:
+    # The default shows the locals of every frame: all of a pool, for tens of seconds, and prompts
+    # in a log.
+    renderer = structlog.dev.ConsoleRenderer(
+        colors=True, sort_keys=False, exception_formatter=structlog.dev.plain_traceback
+    )
+    return [
+        _escape_controls,
+        structlog.processors.TimeStamper(fmt="%H:%M:%S", utc=False),
+        renderer,
+    ]
+
+
+class _Bridge(logging.Handler):
+    """The standard library's records, written as ours are."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = structlog.get_logger(logger=record.name)
+        write = line.error if record.levelno >= logging.ERROR else line.warning
+        write(record.getMessage(), exc_info=record.exc_info)
+
+
+BRIDGE = _Bridge(logging.WARNING)
 
 
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))}

@@ -7,16 +7,18 @@ MLXTAPE_MAX_RUNNING in the environment, --max-running as a flag.
 
 from __future__ import annotations
 
+import difflib
 import re
 import tomllib
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
-from typing import Any, NewType
+from typing import Any
 
 import attrs
-import cattrs
 
 from .policy import Policy, check
+from .values import MASK, Size, Texts, structure
 
 PREFIX = "MLXTAPE_"
 NOT_SETTINGS = ("MLXTAPE_CACHE", "MLXTAPE_CONFIG")
@@ -24,12 +26,12 @@ NOT_SETTINGS = ("MLXTAPE_CACHE", "MLXTAPE_CONFIG")
 
 SANITIZE_MODES = ("edges", "full", "off")
 LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("text", "json")
 EITHER = {"num_blocks": "kv_memory", "kv_memory": "num_blocks"}
 
-Size = NewType("Size", int)
-"""Bytes; written as a number or with a unit, such as 2GiB."""
-
 DEFAULT_BODY = Size(8 * 2**20)
+DEFAULT_HEADERS = Size(32 * 2**10)
+NO_TEXTS = Texts(())
 
 Raw = dict[str, Any]
 
@@ -39,8 +41,8 @@ class SettingsError(Exception):
 
 
 # attrs.field with a help text. Ruff knows attrs.field only, hence two exceptions to RUF009 below.
-def _setting(default: Any, text: str) -> Any:
-    return attrs.field(default=default, metadata={"help": text})
+def _setting(default: Any, text: str, *, secret: bool = False) -> Any:
+    return attrs.field(default=default, repr=not secret, metadata={"help": text, "secret": secret})
 
 
 @attrs.frozen(kw_only=True)
@@ -74,9 +76,34 @@ class Settings:
     lookup_ngram: int = _setting(3, "tokens at the end of a text that are looked up in it")
     scheduling: str = _setting("fcfs", "fcfs, or priority: the lowest `priority` first")
     sanitize: str = _setting("edges", "rows whose tags are compared each step: edges, full or off")
+    max_waiting: int = _setting(1024, "requests that wait at most; one more is refused with 429")
     max_body_bytes: Size = _setting(DEFAULT_BODY, "largest request body")  # noqa: RUF009
+    max_header_bytes: Size = _setting(DEFAULT_HEADERS, "all headers of a request")  # noqa: RUF009
+    body_timeout_s: float = _setting(60.0, "seconds that a request's body may take to arrive")
+    request_timeout_s: float = _setting(
+        3600.0, "seconds that a POST may take in all, then it is cancelled (504); 0: no limit"
+    )
+    keep_alive_s: float = _setting(
+        75.0, "seconds that a connection may be idle, or take to send a request's headers"
+    )
     grace_s: float = _setting(5.0, "seconds that running requests get when the server stops")
+    api_key: Texts = _setting(  # noqa: RUF009
+        NO_TEXTS,
+        "keys that clients must send one of; better in MLXTAPE_API_KEY or api_key_file, "
+        "for other users of a machine can read flags",
+        secret=True,
+    )
+    api_key_file: str | None = _setting(
+        None, "file of more keys, one a line, # comments; read again when it changes"
+    )
+    public_metrics: bool = _setting(False, "/metrics needs no key")
+    cors_origins: Texts = _setting(  # noqa: RUF009
+        NO_TEXTS, "origins whose pages may call this server from a browser, or *"
+    )
+    tls_cert: str | None = _setting(None, "PEM file: certificate and chain; serves https")
+    tls_key: str | None = _setting(None, "PEM file: the certificate's key, without a passphrase")
     log_level: str = _setting("info", "debug, info, warning or error")
+    log_format: str = _setting("text", "text, or json: one object a line")
 
     def policy(self, context_tokens: int | None = None) -> Policy:
         """The scheduler's part; `context_tokens` as the model has it."""
@@ -98,6 +125,9 @@ class Settings:
         return Policy(**{**_fields(policy), "context_tokens": context_tokens})
 
 
+DEFAULT = "default"
+
+
 def load_settings(
     flags: Mapping[str, Any], environment: Mapping[str, str], config: str | None = None
 ) -> Settings:
@@ -105,6 +135,13 @@ def load_settings(
 
     Raises SettingsError.
     """
+    return load_with_sources(flags, environment, config)[0]
+
+
+def load_with_sources(
+    flags: Mapping[str, Any], environment: Mapping[str, str], config: str | None = None
+) -> tuple[Settings, dict[str, str]]:
+    """Settings, and where each one that is not its default comes from. Raises SettingsError."""
     config = config or environment.get(PREFIX + "CONFIG")
     merged: Raw = {}
     sources: dict[str, str] = {}
@@ -117,21 +154,43 @@ def load_settings(
         _check_names(layer, source)
         for name, value in layer.items():
             merged.pop(EITHER.get(name, ""), None)
+            sources.pop(EITHER.get(name, ""), None)
             merged[name] = value
             sources[name] = source
-    values = {name: _structure(name, value, sources[name]) for name, value in merged.items()}
-    return _checked(Settings(**values))
+    values = {name: _structured(name, value, sources[name]) for name, value in merged.items()}
+    return _checked(Settings(**values)), sources
 
 
 def _check_names(layer: Raw, source: str) -> None:
     known = [field.name for field in attrs.fields(Settings)]
     for name in layer:
         if name not in known:
-            raise SettingsError(
-                f"there is no setting {name!r} ({source}); known are {', '.join(known)}"
-            )
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"do you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+            raise SettingsError(f"there is no setting {name!r} ({source}); {hint}")
     if all(name in layer for name in EITHER):
         raise SettingsError(f"num_blocks and kv_memory are both given ({source}); give one")
+
+
+def _structured(name: str, value: Any, source: str) -> Any:
+    """A value of the setting's type. Raises SettingsError, which never shows a secret."""
+    field = _typed_fields()[name]
+    try:
+        found = structure(value, field.type)
+    except (ValueError, TypeError) as error:
+        shown = "" if field.metadata["secret"] else f", not {value!r}"
+        raise SettingsError(f"{name} {error}{shown} ({source})") from None
+    if field.metadata["secret"] and MASK in found:
+        raise SettingsError(
+            f"{name} is masked as {MASK} ({source}): give it in the environment, or put the key in"
+        )
+    return found
+
+
+@cache
+def _typed_fields() -> dict[str, attrs.Attribute[Any]]:
+    attrs.resolve_types(Settings)
+    return {field.name: field for field in attrs.fields(Settings)}
 
 
 def _read_toml(path: str) -> Raw:
@@ -151,102 +210,58 @@ def _read_environment(environment: Mapping[str, str]) -> Raw:
     }
 
 
-_converter = cattrs.Converter()
-_TYPES: dict[str, Any] = {}
-
-
-def _structure(name: str, value: Any, source: str) -> Any:
-    """A value of the setting's type. Raises SettingsError."""
-    if not _TYPES:
-        attrs.resolve_types(Settings)
-        _TYPES.update({field.name: field.type for field in attrs.fields(Settings)})
-    try:
-        return _converter.structure(value, _TYPES[name])
-    except (ValueError, TypeError) as error:
-        raise SettingsError(f"{name} {error}, not {value!r} ({source})") from None
-
-
-def _whole_number(value: Any, _: Any) -> int:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    if isinstance(value, str) and re.fullmatch(r"-?[0-9]{1,18}", value.strip()):
-        return int(value)
-    raise ValueError("must be a whole number")
-
-
-def _number(value: Any, _: Any) -> float:
-    if isinstance(value, str):
-        try:
-            value = float(value)
-        except ValueError:
-            value = None
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value)
-    raise ValueError("must be a number")
-
-
-_SWITCHES = {"true": True, "1": True, "yes": True, "on": True} | {
-    "false": False, "0": False, "no": False, "off": False
-}  # fmt: skip
-
-
-def _switch(value: Any, _: Any) -> bool:
-    chosen = _SWITCHES.get(value.lower()) if isinstance(value, str) else value
-    if not isinstance(chosen, bool):
-        raise ValueError("must be true or false")
-    return chosen
-
-
-def _text(value: Any, _: Any) -> str:
-    if not isinstance(value, str) or not value:
-        raise ValueError("must be a text that is not empty")
-    return value
-
-
-_UNITS = {"": 1, "b": 1} | {
-    name: base**power
-    for power, letter in enumerate("kmgt", start=1)
-    for name, base in ((letter, 1024), (letter + "ib", 1024), (letter + "b", 1000))
-}
-
-
-def _size(value: Any, _: Any) -> Size:
-    """Bytes: 2GiB and 2G are 2 * 1024**3, 2GB is 2 * 1000**3."""
-    match = re.fullmatch(r"\s*([0-9]{1,15}(?:\.[0-9]{1,6})?)\s*([a-zA-Z]*)\s*", str(value))
-    unit = _UNITS.get(match[2].lower()) if match else None
-    if match is None or unit is None or isinstance(value, bool):
-        raise ValueError("must be a size such as 512MiB or 2GiB")
-    return Size(int(float(match[1]) * unit))
-
-
-_converter.register_structure_hook(int, _whole_number)
-_converter.register_structure_hook(float, _number)
-_converter.register_structure_hook(bool, _switch)
-_converter.register_structure_hook(str, _text)
-_converter.register_structure_hook(Size, _size)
-
-
 def _checked(settings: Settings) -> Settings:
     """The settings, where each is in its range. Raises SettingsError."""
     _require(0 <= settings.port <= 65535, "port", settings.port, "between 0 and 65535")
-    for name in ("block_size", "num_blocks", "kv_memory", "max_body_bytes"):
+    sizes = ("block_size", "num_blocks", "kv_memory", "max_body_bytes", "max_waiting")
+    for name in sizes:
         value = getattr(settings, name)
         _require(value is None or value >= 1, name, value, "at least 1")
-    _require(0 <= settings.grace_s <= 3600, "grace_s", settings.grace_s, "between 0 and 3600")
+    for name, low, high in _SECONDS:
+        value = getattr(settings, name)
+        _require(low <= value <= high, name, value, f"between {low} and {high}")
     _require(
-        settings.sanitize in SANITIZE_MODES, "sanitize", settings.sanitize, "edges, full or off"
+        1024 <= settings.max_header_bytes <= 2**24,
+        "max_header_bytes",
+        settings.max_header_bytes,
+        "between 1KiB and 16MiB",
     )
-    _require(
-        settings.log_level in LOG_LEVELS,
-        "log_level",
-        settings.log_level,
-        "debug, info, warning or error",
-    )
+    for name, allowed in _CHOICES:
+        value = getattr(settings, name)
+        words = f"{', '.join(allowed[:-1])} or {allowed[-1]}"
+        _require(value in allowed, name, value, words)
+    _check_access(settings)
     try:
         check(settings.policy())
     except ValueError as error:
         raise SettingsError(str(error)) from None
     return settings
+
+
+_SECONDS = (
+    ("grace_s", 0, 3600),
+    ("body_timeout_s", 1, 86400),
+    ("request_timeout_s", 0, 86400),
+    ("keep_alive_s", 1, 86400),
+)
+_CHOICES = (("sanitize", SANITIZE_MODES), ("log_level", LOG_LEVELS), ("log_format", LOG_FORMATS))
+
+
+def _check_access(settings: Settings) -> None:
+    if (settings.tls_cert is None) != (settings.tls_key is None):
+        raise SettingsError("tls_cert and tls_key belong together: give both, or none")
+    if not all(is_key(key) for key in settings.api_key):
+        raise SettingsError("api_key must be printable ASCII without spaces")
+    for origin in settings.cors_origins:
+        if origin != "*" and not re.fullmatch(r"https?://[^/\s*]+", origin):
+            raise SettingsError(
+                f"cors_origins must be * or origins such as https://chat.example, not {origin!r}"
+            )
+
+
+def is_key(text: str) -> bool:
+    """Whether a header can carry it: printable ASCII without spaces."""
+    return re.fullmatch(r"[!-~]+", text) is not None
 
 
 def _require(holds: bool, name: str, value: Any, what: str) -> None:

@@ -118,7 +118,7 @@ def test_a_wrong_flag_is_told_in_one_sentence(
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("max_runing = 3", "there is no setting 'max_runing' (in FILE); known are model, host,"),
+        ("max_runing = 3", "there is no setting 'max_runing' (in FILE); do you mean max_running?"),
         ('max_running = "many"', "max_running must be a whole number, not 'many' (in FILE)"),
         ("max_running =", "FILE is not valid TOML: "),
         ("num_blocks = 4\nkv_memory = 9", "num_blocks and kv_memory are both given (in FILE)"),

@@ -14,6 +14,7 @@ from kernel.errors import ModelError
 from kernel.tokenizer import Tokenizer
 from server.cli import main
 from server.settings import Settings, SettingsError, load_settings
+from server.values import Size, Texts
 
 from .fake_engine import END, FakeEngine, byte_tokenizer
 
@@ -68,7 +69,7 @@ def test_sizes_take_units(text: str, size_bytes: int) -> None:
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        ("prot = 1", r"there is no setting 'prot' \(in .*mlxtape.toml\); known are model, host,"),
+        ("prot = 1", r"there is no setting 'prot' \(in .*mlxtape.toml\); do you mean port\?"),
         ("port = '80a'", r"port must be a whole number, not '80a' \(in .*\)"),
         ("port = 1.5", "port must be a whole number, not 1.5"),
         ("port = true", "port must be a whole number, not True"),
@@ -82,6 +83,20 @@ def test_sizes_take_units(text: str, size_bytes: int) -> None:
         ("num_blocks = 1\nkv_memory = 1", "num_blocks and kv_memory are both given"),
         ("max_batch_tokens = 4", r"max_running \(32\) must not exceed max_batch_tokens \(4\)"),
         ("port = ", "mlxtape.toml is not valid TOML"),
+        ("gracee_s = 1", r"no setting 'gracee_s' \(in .*\); do you mean grace_s\?"),
+        ("zzz = 1", r"no setting 'zzz' \(in .*\); known are model, host, port,"),
+        ("max_waiting = 0", "max_waiting must be at least 1, not 0"),
+        ("max_header_bytes = 1000", "max_header_bytes must be between 1KiB and 16MiB, not 1000"),
+        ("request_timeout_s = -1", "request_timeout_s must be between 0 and 86400, not -1"),
+        ("body_timeout_s = 0", "body_timeout_s must be between 1 and 86400, not 0"),
+        ("keep_alive_s = nan", "keep_alive_s must be between 1 and 86400, not nan"),
+        ("log_format = 'xml'", "log_format must be text or json, not xml"),
+        ("tls_cert = 'x'", "tls_cert and tls_key belong together"),
+        ("cors_origins = ['http://a/']", r"cors_origins must be \* or .* not 'http://a/'"),
+        ("cors_origins = [3]", r"cors_origins must be a list of texts, not \[3\]"),
+        ("api_key = 3", r"api_key must be a list of texts \(in .*\)$"),
+        ("api_key = ['a b']", "^api_key must be printable ASCII without spaces$"),
+        ("api_key = '***'", r"api_key is masked as \*\*\* \(in .*\): give it in the environment"),
     ],
 )
 def test_what_makes_no_sense_is_refused_by_its_name(
@@ -101,6 +116,24 @@ def test_the_policy_is_the_settings(tmp_path: Path) -> None:
     policy = load_settings({}, {}, config).policy(context_tokens=77)
     assert (policy.max_running, policy.prefill_tile, policy.prefill_cohort) == (3, 32, True)
     assert policy.context_tokens == 77
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        lambda file: load_settings({}, {}, file("api_key = ['a', 'b']")),
+        lambda file: load_settings({}, {}, file("api_key = 'a, b,'")),
+        lambda file: load_settings({}, {"MLXTAPE_API_KEY": "a,b"}, file("api_key = 'c'")),
+        lambda _: load_settings({"api_key": ["a", "b"]}, {}),
+        lambda _: load_settings({"api_key": ["a,b"]}, {"MLXTAPE_API_KEY": "c"}),
+    ],
+)
+def test_a_list_is_a_list_or_a_text_with_commas_or_a_flag_given_twice(
+    tmp_path: Path, load: Callable[[Callable[[str], str]], Settings]
+) -> None:
+    settings = load(lambda text: toml(tmp_path, text))
+    assert settings.api_key == ("a", "b")
+    assert "'a'" not in repr(settings)
 
 
 # The command line
@@ -131,6 +164,52 @@ def answering(text: str, engines: list[Started]) -> Builder:
 
 def never(*_: object) -> tuple[Started, Tokenizer]:
     raise AssertionError("the engine was built")
+
+
+def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert main(["serve", "--print-config", *argv], never) == 0
+    return capsys.readouterr().out
+
+
+def test_printed_settings_are_toml_that_gives_the_same_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--capture", 'a"b\\c\x7fé', "--cors-origins", "https://a,http://b:1", "--port", "9"]
+    text = printed(capsys, "--kv-memory", "2GiB", "--no-lookahead", *flags)
+    given = load_settings({}, {}, toml(tmp_path, text))
+    assert given == Settings(
+        capture='a"b\\c\x7fé', cors_origins=Texts(("https://a", "http://b:1")), port=9,
+        kv_memory=Size(2**31), lookahead=False,
+    )  # fmt: skip
+    assert (
+        printed(capsys, "--config", toml(tmp_path, text)).count("  # in ") == text.count("\n") - 5
+    )
+
+
+def test_each_printed_setting_names_its_source(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = toml(tmp_path, "port = 1\nnum_blocks = 3\nmax_running = 4")
+    monkeypatch.setenv("MLXTAPE_MAX_RUNNING", "5")
+    lines = printed(capsys, "--config", config, "--kv-memory", "1GiB").splitlines()
+    assert f"port = 1  # in {config}" in lines
+    assert "max_running = 5  # in the environment" in lines
+    assert "kv_memory = 1073741824  # among the flags" in lines
+    assert "# num_blocks: none  # default" in lines
+    assert "block_size = 16  # default" in lines
+
+
+def test_printed_keys_are_masked_and_never_become_keys(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLXTAPE_API_KEY", "sk-one,sk-two")
+    text = printed(capsys)
+    assert 'api_key = ["***", "***"]  # in the environment\n' in text
+    assert "sk-" not in text
+    again = toml(tmp_path, text)
+    assert load_settings({}, {"MLXTAPE_API_KEY": "sk-3"}, again).api_key == ("sk-3",)
+    with pytest.raises(SettingsError, match=r"api_key is masked"):
+        load_settings({}, {}, again)
 
 
 def test_generate_prints_the_answer_and_stops_the_engine(
@@ -169,7 +248,9 @@ def test_generate_fails_with_a_sentence_where_the_engine_does(
     ("argv", "sentence"),
     [
         ([], "the following arguments are required: COMMAND"),
-        (["serve", "--bogus"], "unrecognized arguments: --bogus"),
+        (["serve", "--bogus"], "unrecognized arguments: --bogus (see"),
+        (["serve", "--prot", "1"], "unrecognized arguments: --prot 1; do you mean --port?"),
+        (["generate", "-p", "x", "--port", "1"], "unrecognized arguments: --port 1 (see"),
         (["serve", "--port", "abc"], "port must be a whole number"),
         (["serve", "--num-blocks", "1", "--kv-memory", "1G"], "not allowed with argument"),
         (["serve", "--config", "/no/such"], "/no/such cannot be read: No such file"),
