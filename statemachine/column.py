@@ -26,13 +26,18 @@ _split = struct.Struct("8s").iter_unpack
 Blocks = list[tuple[int, Map[int, Block] | MapMutation[int, Block]]]
 """Numbers of paged groups, and the records of their blocks."""
 
+# Values of a line, where a pool has one group, of a sequence with two marks and with three: what
+# decodes has two, and one more while a step is in flight. Handing these over one by one, instead of
+# as a tuple of any length, is a tenth of a row's cost.
+_pack_13, _pack_15 = packer(13), packer(15)
+
 
 def append_column(draft: Draft, event: AppendedEach) -> None:
     """Commit one token to each sequence. Step, purpose and columns were checked by the caller."""
     assert event.tokens is not None
     step, geometry, sequences, delta = event.step, draft.geometry, draft.sequences, 0
     size, written, blocks = geometry.block_size, draft.written_step, _blocks(draft)
-    width, pack_values = 0, packer(0)
+    one_group = len(geometry.groups) == 1
     for seq, (token,) in zip(event.seqs, _split(pack(event.tokens)), strict=True):
         try:
             old = sequences[seq]
@@ -49,19 +54,21 @@ def append_column(draft: Draft, event: AppendedEach) -> None:
         tail += token
         if committed % size == 0:
             keys, packed, tail = grown(geometry, old, token)
-        marks = old.marks
-        while len(marks) > 2 and marks[2] <= written:
-            marks = marks[2:]
-        if marks[-2] == step:
-            marks = marks[:-2]
-        marks = (*marks, step, committed)
-        root, starts, adopted = old.root, old.starts, old.adopted
+        root, starts, marks, adopted = old.root, old.starts, old.marks, old.adopted
         key = keys[-1] if keys else root
-        values = (SEQUENCE, seq, root, committed, 0, 0, adopted * 2, key, *starts, *marks)
-        if len(values) != width:
-            width = len(values)
-            pack_values = packer(width)
-        line = xxh3(pack_values(*values) + tail)
+        if len(marks) == 4 and marks[2] <= written:
+            marks = (marks[2], marks[3], step, committed)
+        else:
+            marks = (*recent_marks(marks, written, step), step, committed)
+        if one_group and len(marks) == 4:
+            a, b, c, d = marks
+            data = _pack_13(
+                SEQUENCE, seq, root, committed, 0, 0, adopted * 2, key, starts[0], a, b, c, d
+            )
+        else:
+            values = (SEQUENCE, seq, root, committed, 0, 0, adopted * 2, key, *starts, *marks)
+            data = packer(len(values))(*values)
+        line = xxh3(data + tail)
         delta += line - old.line
         sequences[seq] = Sequence(
             seq, old.namespace, root, committed, (), 0, keys, packed, tail,
@@ -81,7 +88,7 @@ def look_ahead_column(
     written, blocks = draft.written_step, _blocks(draft)
     rows = (Speculative(NO_TOKEN, step),)
     rows_bytes = b"".join(map(row_bytes, rows))
-    width, pack_values = 0, packer(0)
+    one_group = len(draft.geometry.groups) == 1
     for seq in event.seqs:
         old = sequences.get(seq)
         if old is None or old.speculative or old.pads or not old.tail:
@@ -92,18 +99,21 @@ def look_ahead_column(
             record = records[old.tables[group][-1]]
             if record.refs != 1 or record.entry:
                 _refuse_block(old, group)
-        while len(marks) > 2 and marks[2] <= written:
-            marks = marks[2:]
-        if marks[-2] == step:
-            marks = marks[:-2]
-        marks = (*marks, step, committed + 1)
         root, starts, adopted = old.root, old.starts, old.adopted
         key = keys[-1] if keys else root
-        values = (SEQUENCE, seq, root, committed, 1, 0, adopted * 2, key, *starts, *marks)
-        if len(values) != width:
-            width = len(values)
-            pack_values = packer(width)
-        line = xxh3(pack_values(*values) + tail + rows_bytes)
+        if len(marks) == 6 and marks[2] <= written < marks[4] < step:
+            marks = (*marks[2:], step, committed + 1)
+        else:
+            marks = (*recent_marks(marks, written, step), step, committed + 1)
+        if one_group and len(marks) == 6:
+            a, b, c, d, e, f = marks
+            data = _pack_15(
+                SEQUENCE, seq, root, committed, 1, 0, adopted * 2, key, starts[0], a, b, c, d, e, f
+            )
+        else:
+            values = (SEQUENCE, seq, root, committed, 1, 0, adopted * 2, key, *starts, *marks)
+            data = packer(len(values))(*values)
+        line = xxh3(data + tail + rows_bytes)
         delta += line - old.line
         sequences[seq] = Sequence(
             seq, old.namespace, root, committed, rows, 0, keys, old.packed, tail,
@@ -121,10 +131,11 @@ def commit_column(
     """
     geometry, sequences, delta = draft.geometry, draft.sequences, 0
     size, rows = geometry.block_size, _split(pack(event.tokens))
-    width, pack_values = 0, packer(0)
+    one_group = len(geometry.groups) == 1
     for seq, token, (token_bytes,) in zip(event.seqs, event.tokens, rows, strict=True):
         old = sequences.get(seq)
-        if old is None or not _ends_in(old, token):
+        only = None if old is None or old.pads or len(old.speculative) != 1 else old.speculative[0]
+        if old is None or only is None or only.token not in (NO_TOKEN, token):
             alone(draft, Committed(seq, (token,)))
             continue
         committed, keys, packed, marks = old.committed + 1, old.keys, old.packed, old.marks
@@ -133,23 +144,21 @@ def commit_column(
             keys, packed, tail = grown(geometry, old, token_bytes)
         root, starts, adopted = old.root, old.starts, old.adopted
         key = keys[-1] if keys else root
-        values = (SEQUENCE, seq, root, committed, 0, 0, adopted * 2, key, *starts, *marks)
-        if len(values) != width:
-            width = len(values)
-            pack_values = packer(width)
-        line = xxh3(pack_values(*values) + tail)
+        if one_group and len(marks) == 6:
+            a, b, c, d, e, f = marks
+            data = _pack_15(
+                SEQUENCE, seq, root, committed, 0, 0, adopted * 2, key, starts[0], a, b, c, d, e, f
+            )
+        else:
+            values = (SEQUENCE, seq, root, committed, 0, 0, adopted * 2, key, *starts, *marks)
+            data = packer(len(values))(*values)
+        line = xxh3(data + tail)
         delta += line - old.line
         sequences[seq] = Sequence(
             seq, old.namespace, root, committed, (), 0, keys, packed, tail,
             old.tables, starts, marks, adopted, False, line,
         )  # fmt: skip
     draft.delta += delta
-
-
-def _ends_in(old: Sequence, token: int) -> bool:
-    """Whether the last row is the only speculative one, and its token may be this one."""
-    rows = old.speculative
-    return len(rows) == 1 and not old.pads and rows[0].token in (NO_TOKEN, token)
 
 
 def recent_marks(marks: tuple[int, ...], written: int, step: int) -> tuple[int, ...]:
