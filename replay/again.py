@@ -16,6 +16,7 @@ from msgspec import structs
 
 from statemachine.codec import TapeDecoder, decode_state
 from statemachine.errors import CodecError
+from statemachine.observing import FULL
 from statemachine.records import (
     Checkpoint,
     Finished,
@@ -33,7 +34,7 @@ from .answers import Answer, Answers
 from .divergence import Diverged
 from .errors import Unusable
 from .fold import AT_END, Fold
-from .observed import FULL, Pieces
+from .observed import Pieces
 from .plan import policy_of
 
 if TYPE_CHECKING:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from msgspec import structs
 
+from statemachine.observing import table_hash
 from statemachine.state import NO_ENTRY, Entry, State
 from statemachine.tags import PAD, UNWRITTEN, block_tags, root_key, sequence_tags
 
 from .divergence import CONTENT, OBSERVATION, Divergence, Values
-from .observed import table_hash
 
 
 def with_hint(found: Divergence, state: State) -> tuple[Divergence, str]:

@@ -1,23 +1,22 @@
 """Observed: what the caches of a forward saw, against the lengths and tables of the state.
 
-The kernel reads its observations off the arrays that its layers used; the expected values here come
-from the sequences alone, so that both sides share no computation but the hash of a table.
+What the caches should see is derived in statemachine/observing.py, which a running server's guard
+uses too; here is what differs, in words, for a report.
 """
 
 from __future__ import annotations
 
-import struct
 from collections import Counter
 from itertools import pairwise
 from typing import NoReturn, TypeVar
 
 from msgspec import Struct
-from xxhash import xxh3_64_intdigest
 
 from statemachine.events import Event
-from statemachine.geometry import WINDOW, Geometry
-from statemachine.records import Observation, StepDone
-from statemachine.sequence import Sequence, visible_at
+from statemachine.geometry import Geometry
+from statemachine.observing import NO_ROWS, OFF, Deriver, Seen, table_hash
+from statemachine.records import StepDone
+from statemachine.sequence import Sequence
 
 from .divergence import (
     CONTENT,
@@ -33,13 +32,6 @@ from .divergence import (
 )
 
 _T = TypeVar("_T")
-
-OFF = "off"
-"""The sanitizer's mode in which no row is compared (kernel/shadow.py)."""
-FULL = "full"
-"""The one in which each row that is read is compared."""
-
-_NO_ROWS = Observation((0, 0), (0, 0), (0, 0), (0, 0), 0, (), (), (), ())
 
 
 class Pieces(Struct):
@@ -82,23 +74,21 @@ class Observer:
         self._sanitize = sanitize
         self._history = history
         self._only = only
-        self._paged = any(group.paged for group in geometry.groups)
-        self._hashes: list[dict[int, tuple[tuple[int, ...], int]]] = [{} for _ in geometry.groups]
+        self._deriver = Deriver(geometry)
 
     def compare(self, record: StepDone, pieces: Pieces) -> None:
         """Raises Diverged at the first piece that the caches saw otherwise."""
         seen = record.observation
         if not pieces.seqs:
-            if seen != _NO_ROWS:
+            if seen != NO_ROWS:
                 self._differs(record, pieces, -1, "rows seen", 0, len(seen.rows), "")
             return
-        ends = pieces.ends
-        starts = [end - rows for end, rows in zip(ends, pieces.rows, strict=True)]
-        self._compare_columns(record, pieces, starts, ends)
+        due = self._deriver.seen(pieces.sequences, pieces.rows)
+        self._compare_columns(record, pieces, due)
         self._compare_counters(record, pieces)
         if record.shadow.found:
             self._content(record, pieces)
-        self._compare_checked(record, pieces)
+        self._compare_checked(record, pieces, due)
         sampled = record.sampled
         if not _are_pieces(sampled, pieces.rows):
             wanted = f"some of the pieces below {len(pieces.seqs)}, in order"
@@ -108,15 +98,13 @@ class Observer:
                 record, pieces, -1, "sampled tokens", len(sampled), len(record.tokens), ""
             )
 
-    def _compare_columns(
-        self, record: StepDone, pieces: Pieces, starts: list[int], ends: list[int]
-    ) -> None:
+    def _compare_columns(self, record: StepDone, pieces: Pieces, due: Seen) -> None:
         seen, only = record.observation, self._only
         columns: tuple[tuple[str, tuple[Value, ...], tuple[Value, ...]], ...] = (
-            ("start", tuple(starts), seen.starts),
-            ("rows", tuple(pieces.rows), seen.rows),
-            ("visible rows", self._visible(pieces, ends), seen.visible),
-            ("table", self._tables(pieces), seen.tables),
+            ("start", due.starts, seen.starts),
+            ("rows", due.rows, seen.rows),
+            ("visible rows", due.visible, seen.visible),
+            ("table", due.tables, seen.tables),
         )
         for name, derived, found in columns:
             if derived == found:
@@ -127,81 +115,21 @@ class Observer:
                 if wanted != saw and only in (None, pieces.seqs[piece]):
                     self._piece_differs(record, pieces, piece, name, wanted, saw)
 
-    def _visible(self, pieces: Pieces, ends: list[int]) -> tuple[tuple[int, ...], ...]:
-        columns: list[list[int]] = []
-        for group, spec in enumerate(self._geometry.groups):
-            if spec.kind == WINDOW:
-                # Not from the sequence's own start: the kernel goes by that.
-                columns.append([visible_at(self._geometry, group, 0, end) for end in ends])
-            else:
-                columns.append(ends)
-        return tuple(zip(*columns, strict=True))
-
-    def _tables(self, pieces: Pieces) -> tuple[tuple[int, ...], ...]:
-        columns: list[list[int]] = []
-        for group, spec in enumerate(self._geometry.groups):
-            if not spec.paged:
-                columns.append([0] * len(pieces.seqs))
-                continue
-            known = self._hashes[group]
-            column = []
-            for sequence in pieces.sequences:
-                table = sequence.tables[group]
-                held = known.get(sequence.id)
-                if held is None or held[0] is not table:
-                    held = known[sequence.id] = (table, table_hash(table))
-                column.append(held[1])
-            columns.append(column)
-            if len(known) > 4 * len(column) + 64:
-                known.clear()
-        return tuple(zip(*columns, strict=True))
-
-    def _compare_checked(self, record: StepDone, pieces: Pieces) -> None:
-        """The sanitizer looked, at the least, at the last row of each piece in each paged group;
-        in its full mode at each row that some row of a piece attends to.
-        """
-        if self._sanitize == OFF:
-            return
-        checked, full = record.shadow.checked, self._sanitize == FULL
-        due = len(pieces.seqs) * sum(group.paged for group in self._geometry.groups)
-        if full:
-            due = self._read(pieces)
-        if checked < due or (full and checked > due):
-            least = "" if full else "at least "
-            what = f"{checked} rows in the pages were compared, and {least}{due} are due"
-            values = (Values("rows compared", checked, due, None),)
+    def _compare_checked(self, record: StepDone, pieces: Pieces, due: Seen) -> None:
+        """The sanitizer compared as many rows as its mode asks for."""
+        checked = record.shadow.checked
+        wanted, exact = self._deriver.due_checks(self._sanitize, pieces.sequences, due)
+        if checked < wanted or (exact and checked > wanted):
+            least = "" if exact else "at least "
+            what = f"{checked} rows in the pages were compared, and {least}{wanted} are due"
+            values = (Values("rows compared", checked, wanted, None),)
             self._raise(record, pieces, -1, what, values, "", kind=CONTENT)
-
-    def _read(self, pieces: Pieces) -> int:
-        """Rows that a step's attention reads, once for each piece and group."""
-        count = 0
-        columns = zip(pieces.sequences, pieces.starts, pieces.ends, strict=True)
-        for sequence, start, end in columns:
-            for group, spec in enumerate(self._geometry.groups):
-                if spec.paged:
-                    low = sequence.starts[group]
-                    if spec.kind == WINDOW:
-                        low = max(low, start - spec.window + 1)
-                    count += end - low + min(spec.sink, low)
-        return count
 
     def _compare_counters(self, record: StepDone, pieces: Pieces) -> None:
         """Each layer's cache took all rows in one update, and used this step's metadata."""
-        if not self._paged:
-            return
-        seen, rows = record.observation, sum(pieces.rows)
-        if seen.rows_updated != (rows, rows):
-            self._layers_differ(record, pieces, "rows written", rows, seen.rows_updated)
-        if seen.updates != (1, 1):
-            self._layers_differ(record, pieces, "updates", 1, seen.updates)
-        if seen.offset_reads[0] < 1:
-            self._layers_differ(record, pieces, "reads of the offset", 1, seen.offset_reads)
-        if seen.attends[0] < 1:
-            self._layers_differ(record, pieces, "attention calls", 1, seen.attends)
-        if seen.strangers:
-            self._layers_differ(
-                record, pieces, "uses of another step's metadata", 0, (seen.strangers,) * 2
-            )
+        wrong = self._deriver.wrong_use(record.observation, sum(pieces.rows))
+        if wrong is not None:
+            self._layers_differ(record, pieces, *wrong)
 
     def _layers_differ(
         self, record: StepDone, pieces: Pieces, name: str, wanted: int, saw: tuple[int, int]
@@ -255,7 +183,7 @@ class Observer:
             Values("offset before the step", start, start, saw),
             Values("rows of the piece", pieces.rows[piece], pieces.rows[piece], rows),
         ]
-        visible = self._visible(pieces, pieces.ends)[piece]
+        visible = self._deriver.visible(pieces.ends)[piece]
         for group in range(len(self._geometry.groups)):
             seen_visible = _at(_at(seen.visible, piece) or (), group)
             values.append(
@@ -341,11 +269,6 @@ class Observer:
                 neighbours=pieces.neighbours(),
             )
         )
-
-
-def table_hash(table: tuple[int, ...]) -> int:
-    """xxh3_64 of block ids as int32, little-endian: how a table stands on tape (records.py)."""
-    return xxh3_64_intdigest(struct.pack(f"<{len(table)}i", *table))
 
 
 def _are_pieces(numbers: tuple[int, ...], rows: list[int]) -> bool:

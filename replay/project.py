@@ -29,6 +29,7 @@ from statemachine.events import (
     PoolReset,
     StepWritten,
 )
+from statemachine.observing import FULL, OFF, table_hash
 from statemachine.records import (
     NO_PARENT,
     Checkpoint,
@@ -49,7 +50,6 @@ from statemachine.sequence import Sequence
 from statemachine.state import State, new_state
 from statemachine.transitions import apply_all
 
-from .observed import FULL, OFF, table_hash
 from .renaming import Names
 from .subset import Kept, Refused, Wrong, batch_of, picked, rows_read
 

@@ -10,10 +10,10 @@ from msgspec import structs
 
 from replay.cli import COMMANDS, main
 from replay.divergence import CONTENT, OBSERVATION
-from replay.observed import table_hash
 from replay.report import as_text, verdict
 from replay.run import Outcome
 from statemachine.events import Appended, AppendedEach
+from statemachine.observing import table_hash
 from statemachine.records import Record, ShadowFinding, ShadowReport, StepDone, StepPlanned
 from statemachine.tags import sequence_tags
 
