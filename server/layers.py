@@ -1,0 +1,39 @@
+"""Layers: what stands around the routes, in order.
+
+    RequestIds( Guard( CORS( Auth( Deadline( routes )))))
+
+An id before all, for every response has one. Guard outside of all that may answer before a body
+was read. CORS outside of Auth: a browser asks it before it sends a key, and must be able to read a
+401. Auth outside of all that does work.
+"""
+
+from __future__ import annotations
+
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
+
+from .auth import Auth, keys_of
+from .deadline import Deadline
+from .guard import Guard
+from .request_id import HEADER, RequestIds
+from .settings import Settings
+
+CORS_MAX_AGE_S = 600
+
+
+def layered(routes: ASGIApp, settings: Settings) -> ASGIApp:
+    """The application that is served. Raises SettingsError where keys cannot be read."""
+    app: ASGIApp = Deadline(routes, settings.request_timeout_s, settings.body_timeout_s)
+    keys = keys_of(settings)
+    if keys is not None:
+        app = Auth(app, keys, public_metrics=settings.public_metrics)
+    if settings.cors_origins:
+        app = CORSMiddleware(
+            app,
+            allow_origins=settings.cors_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=(HEADER, "retry-after"),
+            max_age=CORS_MAX_AGE_S,
+        )
+    return RequestIds(Guard(app))
