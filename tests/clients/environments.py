@@ -1,0 +1,76 @@
+"""Environments: a folder for each client under .clients/, made when it is first asked for.
+
+The versions are pinned: a client that changed shows as a new pin here, not as a red test.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2] / ".clients"
+
+PYTHON = {
+    "instructor": ("instructor==1.17.0",),
+    "litellm": ("litellm==1.110.2",),
+    "llm": ("llm==0.36",),
+    "lm-eval": ("lm-eval[api]==0.4.13",),
+    "schemathesis": ("schemathesis==4.32.5",),
+}
+NODE = {"openai": "6.49.0"}
+
+
+def bin_of(name: str) -> Path:
+    """The `bin` folder of a client's environment, installed if it is not yet."""
+    home = ROOT / name
+    marker = home / "installed"
+    wanted = " ".join(PYTHON[name])
+    if not marker.is_file() or marker.read_text() != wanted:
+        _run([sys.executable, "-m", "venv", "--clear", str(home)])
+        _run([str(home / "bin/python"), "-m", "pip", "install", "--quiet", *PYTHON[name]])
+        marker.write_text(wanted)
+    return home / "bin"
+
+
+def node_folder() -> Path:
+    """A folder with node_modules, in which scripts find their packages."""
+    home = ROOT / "node"
+    package = home / "package.json"
+    wanted = json.dumps({"private": True, "type": "module", "dependencies": NODE})
+    installed = (home / "node_modules").is_dir()
+    if not installed or package.read_text() != wanted:
+        home.mkdir(parents=True, exist_ok=True)
+        package.write_text(wanted)
+        _run(["npm", "install", "--silent", "--no-audit", "--no-fund"], home)
+    return home
+
+
+def run_client(command: list[str], timeout_s: float = 240.0, **variables: str) -> str:
+    """What a client prints; its error stream is in the failure where it does not end well.
+
+    It finds no keys, proxies or folders of whoever runs the tests.
+    """
+    kept = {name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ}
+    done = subprocess.run(
+        command,
+        env={**kept, "HF_HUB_OFFLINE": "1", **variables},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    assert done.returncode == 0, f"{command[0]} ended with {done.returncode}: {done.stderr[-3000:]}"
+    return done.stdout
+
+
+def _run(command: list[str], folder: Path | None = None) -> None:
+    subprocess.run(command, cwd=folder, check=True, timeout=900)
+
+
+if __name__ == "__main__":
+    for client in PYTHON:
+        print(bin_of(client), flush=True)
+    print(node_folder())
