@@ -7,11 +7,12 @@ EXTRA ?= $(if $(filter Linux,$(shell uname -s)),cpu,)
 MODEL ?= smollm2-135m
 SECONDS ?= 60
 
-.PHONY: help setup model demo serve test check format bench faults sim clean
+.PHONY: help setup model demo serve test clients check format bench faults sim clean
 help:
 	@echo "make demo    8 chats at once on a real model, captured and replayed, then with a fault put in"
 	@echo "make serve   serve $(MODEL) on 127.0.0.1:8080 (MODEL=path for your own)"
 	@echo "make test    all tests        make check   format, lint and types"
+	@echo "make clients real clients from PyPI and npm, installed into .clients, against a real server"
 	@echo "make faults  put each known bug back and let replay find it"
 	@echo "make sim     random loads for SECONDS=60, each clean at fold and plan"
 	@echo "make bench   measure on this machine"
@@ -38,6 +39,9 @@ serve: model
 
 test: model
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+clients: model
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/clients
 
 check: setup
 	$(BIN)/ruff format --check .
