@@ -159,6 +159,10 @@ class Tokenizer:
         """The bytes that a token stands for; none for silent ones (see above) and unknown ids."""
         return b"" if token in self._silent else self._bytes[token]
 
+    def written_bytes(self, token: int) -> bytes:
+        """The bytes of a token's own name: as `token_bytes`, but silent tokens have theirs too."""
+        return self._bytes[token]
+
     @property
     def strips_first_space(self) -> bool:
         """Whether a text's first space belongs to the encoding and is no part of the text."""

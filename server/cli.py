@@ -21,14 +21,16 @@ from kernel.errors import KernelError
 from kernel.tokenizer import Tokenizer
 
 from .app import create_app
+from .auth import keys_of
 from .capture import CaptureError
 from .generate import GenerateError, generate
-from .listen import ListenError, bind, listen, run
+from .listen import ListenError, bind, check_tls, listen, run
 from .logs import configure_logs
 from .print_config import config_text
 from .settings import Settings, SettingsError, load_with_sources
 from .submission import EngineApi, EngineStopped, RequestRefused
-from .wire import ApiError, ChatRequest, Message, check_ranges
+from .wire import ApiError
+from .wire_chat import ChatRequest, Message, check_chat
 
 EXPECTED = (KernelError, CaptureError, ListenError, GenerateError, EngineStopped, RequestRefused)
 SERVING_ONLY = (
@@ -88,7 +90,9 @@ def _build(settings: Settings, progress: Callable[[str], None]) -> tuple[Running
 
 def _serve(settings: Settings, build: Build) -> int:
     configure_logs(settings.log_level, settings.log_format)
-    # The address first: a port in use is told before a model is loaded.
+    # First what can be wrong with the address, the keys and TLS: a model takes its time to load.
+    check_tls(settings)
+    keys_of(settings)
     listener = bind(settings.host, settings.port)
     try:
         engine, tokenizer = build(settings, _tell)
@@ -96,7 +100,8 @@ def _serve(settings: Settings, build: Build) -> int:
             app = create_app(engine, tokenizer, settings.model, settings)
             host, port = listen(listener)
             shown = f"[{host}]" if ":" in host else host
-            print(f"serving {settings.model} on http://{shown}:{port}", flush=True)
+            scheme = "http" if settings.tls_cert is None else "https"
+            print(f"serving {settings.model} on {scheme}://{shown}:{port}", flush=True)
             run(app, listener, settings)
         finally:
             engine.stop()
@@ -117,9 +122,12 @@ def _generate(
     level = "warning" if settings.log_level == "info" else settings.log_level
     configure_logs(level, settings.log_format)
     request = ChatRequest(
-        [Message("user", prompt)], max_tokens=max_tokens, temperature=temperature, seed=seed
+        messages=[Message("user", prompt)],
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
     )
-    check_ranges(request)
+    check_chat(request)
     engine, tokenizer = build(settings, _tell)
     try:
         generate(engine, tokenizer, request)

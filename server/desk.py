@@ -1,28 +1,37 @@
 """Desk: what the routes share: the engine, the model's names, and who is being answered.
 
-Owns admission on the HTTP side and its end: `drain` lets answers finish, then cancels them.
+Owns admission on the HTTP side and its end: `drain` lets answers finish, then cancels them. An
+endpoint checks its body, makes an `Ask` of it (`aside`), `admit`s that, and gives its answers back
+with `leave`, which replies.Exchange does on every way out.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import structlog
+import xxhash
+from msgspec import structs
 
 from kernel.tokenizer import Tokenizer
 
 from . import wire
-from .chat import prompt_tokens, submission_of
+from .asking import Ask, submissions_of
+from .pace import Pace
 from .settings import Settings
 from .stream import Answer
-from .submission import EngineApi, EngineStopped, RequestRefused
+from .submission import EngineApi, EngineStopped, RequestRefused, Submission
 from .wire import ApiError
 
 BIG_BODY_BYTES = 32 * 1024
-"""Above it a prompt is tokenised on another thread, so that streams go on meanwhile."""
+"""Above it a prompt is tokenised on another thread."""
 
 RATE_LIMITED = "rate_limit_exceeded"
+
+Made = TypeVar("Made")
 
 log = structlog.get_logger()
 
@@ -35,9 +44,11 @@ class Desk:
     ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
-        self.model = wire.Model(id=model_name, created=int(time.time()))
+        self.model = wire.Model(model_name, int(time.time()), engine.context_tokens)
+        self.fingerprint = f"fp_{xxhash.xxh3_64_hexdigest(engine.identity.encode())}"
         self.max_body_bytes = settings.max_body_bytes
         self.closing = False
+        self.pace = Pace()
         self._answers: set[Answer] = set()
         self._idle = asyncio.Event()
 
@@ -52,37 +63,54 @@ class Desk:
             code="model_not_found",
         )
 
-    async def admit(self, body: bytes, external_id: str) -> tuple[wire.ChatRequest, Answer]:
-        """Check a body and hand it to the engine. Raises ApiError."""
-        request = wire.read_chat_request(body)
-        self.check_model(request.model)
-        if len(body) <= BIG_BODY_BYTES:
-            tokens = prompt_tokens(request, self.tokenizer)
-        else:
-            tokens = await asyncio.to_thread(prompt_tokens, request, self.tokenizer)
+    async def aside(self, bytes_read: int, work: Callable[..., Made], *arguments: Any) -> Made:
+        """`work(*arguments)`; on another thread where a body is large, so that streams go on."""
+        if bytes_read <= BIG_BODY_BYTES:
+            return work(*arguments)
+        return await asyncio.to_thread(work, *arguments)
+
+    def admit(self, ask: Ask) -> list[Answer]:
+        """Hand a request to the engine: answer prompt * n + copy, all of them or none.
+
+        Whoever gets them calls `leave` with them in the end. Raises ApiError.
+        """
         if self.closing or not self.engine.healthy:
             raise unavailable(self.closing)
-        submission = submission_of(
-            request,
-            tokens,
+        submissions = submissions_of(
+            ask,
             context_tokens=self.engine.context_tokens,
             end_tokens=self.tokenizer.end_tokens,
-            external_id=external_id,
         )
+        answers: list[Answer] = []
         try:
-            answer = Answer(self.engine, self.tokenizer, submission)
+            for index, submission in enumerate(submissions):
+                answers.append(self._submit(ask, index, submission, answers))
         except RequestRefused as refusal:
-            raise _refusal(refusal) from None
+            _close(answers)
+            raise _refusal(refusal, ask.prompt_param) from None
         except EngineStopped:
+            _close(answers)
             raise unavailable(self.closing) from None
-        self._answers.add(answer)
+        self._answers.update(answers)
         self._idle.clear()
-        return request, answer
+        return answers
 
-    def leave(self, answer: Answer) -> None:
-        """An answer's response is over, in whatever way."""
-        answer.close()
-        self._answers.discard(answer)
+    def _submit(self, ask: Ask, index: int, submission: Submission, before: list[Answer]) -> Answer:
+        copy = index % ask.n
+        parent = before[index - copy] if copy else None
+        if parent is not None:
+            submission = structs.replace(submission, parent=parent.request)
+        first = before[0] if before else None
+        answer = Answer(self.engine, self.tokenizer, ask, index, submission, first)
+        if parent is not None:
+            answer.scores = parent.scores
+        return answer
+
+    def leave(self, answers: list[Answer]) -> None:
+        """The response to a request is over, in whatever way: what is open yet is cancelled."""
+        _close(answers)
+        self.pace.ended()
+        self._answers.difference_update(answers)
         if not self._answers:
             self._idle.set()
 
@@ -101,14 +129,20 @@ class Desk:
                     answer.give_up()
 
 
-def _refusal(refusal: RequestRefused) -> ApiError:
+def _close(answers: list[Answer]) -> None:
+    for answer in answers:
+        answer.close()
+
+
+def _refusal(refusal: RequestRefused, prompt_param: str) -> ApiError:
     """400 for what can never be served, 429 for what may be sent again later."""
     later = refusal.code == RATE_LIMITED
+    param = prompt_param if refusal.param == "messages" else refusal.param
     return ApiError(
         str(refusal),
         status=429 if later else 400,
         kind="rate_limit_error" if later else "invalid_request_error",
-        param=refusal.param or None,
+        param=param or None,
         code=refusal.code or None,
     )
 

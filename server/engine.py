@@ -17,7 +17,7 @@ import structlog
 from msgspec import Struct
 
 from statemachine.geometry import Geometry
-from statemachine.records import FlushRequested, RequestArrived, RequestCancelled
+from statemachine.records import FlushRequested, Header, RequestArrived, RequestCancelled
 
 from .admission import capacity_tokens, check_pool, refuse
 from .loop import Arrival, Input, Loop, Parts
@@ -49,11 +49,19 @@ class QueueFull(RequestRefused):
 
 
 class _Limits(Struct, frozen=True):
-    """What a submission is held against, on any thread."""
+    """What a submission is held against, on any thread, and what will answer it."""
 
     geometry: Geometry
     policy: Policy
     vocab_size: int
+    identity: str
+
+
+def _identity(header: Header | None) -> str:
+    if header is None:
+        return ""
+    digests = (f"{name}={digest}" for name, digest in sorted(header.digests.items()))
+    return " ".join((header.software, *digests))
 
 
 class Engine:
@@ -102,7 +110,8 @@ class Engine:
         """Make the kernel and the loop, on this thread. Raises what `make` raised."""
         parts = self._make()
         check_pool(parts.kernel.geometry, parts.policy)
-        self._limits = _Limits(parts.kernel.geometry, parts.policy, parts.vocab_size)
+        geometry, identity = parts.kernel.geometry, _identity(parts.header)
+        self._limits = _Limits(geometry, parts.policy, parts.vocab_size, identity)
         self._loop = Loop(parts, self._clock)
 
     def step(self) -> bool:
@@ -126,6 +135,11 @@ class Engine:
     def healthy(self) -> bool:
         """Whether submissions are accepted and steps still succeed."""
         return self._loop is not None and not (self._ended or self._stopping or self._loop.broken)
+
+    @property
+    def identity(self) -> str:
+        """What answers: the software's version and the model's digests, in one line."""
+        return self._opened_limits().identity
 
     @property
     def context_tokens(self) -> int:

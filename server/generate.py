@@ -11,10 +11,12 @@ from typing import TextIO
 
 from kernel.tokenizer import Detokenizer, Tokenizer
 
-from .chat import prompt_tokens, submission_of
+from .asking import submissions_of
+from .chat import ask_of_chat
 from .submission import CANCELLED, LENGTH, STOP, EngineApi, Update
 from .text import TextStream
-from .wire import ApiError, ChatRequest
+from .wire import ApiError
+from .wire_chat import ChatRequest
 
 NEWS_S = 0.5
 """How often a wait for tokens looks up, so that Ctrl-C is heard on every platform."""
@@ -33,12 +35,10 @@ def generate(
     """
     out = out or sys.stdout
     try:
-        submission = submission_of(
-            request,
-            prompt_tokens(request, tokenizer),
+        (submission,) = submissions_of(
+            ask_of_chat(request, tokenizer, "generate"),
             context_tokens=engine.context_tokens,
             end_tokens=tokenizer.end_tokens,
-            external_id="generate",
         )
     except ApiError as error:
         raise GenerateError(str(error)) from None

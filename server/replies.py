@@ -1,33 +1,55 @@
-"""Replies: an answer as one JSON body, or as a stream of server-sent events.
+"""Replies: the answers of an Ask as one JSON body, or as a stream of server-sent events.
 
-Owns the order of chunks (role, content, finish_reason, usage where asked for, [DONE]) and the one
-log line of each request. On every way out the desk is told that the answer is over.
+Owns the response's life and the one log line of each request; on every way out the desk is told
+that the answers are over. What is written is the endpoint's business: its `Shape`.
 
-The status is sent with the first token, so that a request which fails before it gets a status of
+The status is sent with the first news, so that a request which fails before it gets a status of
 its own; one that fails later gets an error event, and no [DONE].
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
+from typing import Protocol
 
 import msgspec
 import structlog
-from msgspec import UNSET
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from . import wire
 from .desk import Desk
-from .stream import Answer, while_connected
+from .logs import note
+from .stream import Answer, Feed, News, gather, news_of, usage_of, while_connected
 from .wire import ApiError
 
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 DONE = b"data: [DONE]\n\n"
 
 log = structlog.get_logger()
+
+
+class Shape(Protocol):
+    """How an endpoint writes the answers of one request; only it knows their types.
+
+    Events are bytes as they are sent (`event` makes them).
+    """
+
+    def whole(self, news: list[News]) -> object:
+        """The body of a response that is not streamed, for msgspec: all news of each answer."""
+
+    def first(self) -> Iterable[bytes]:
+        """Events before any news."""
+
+    def told(self, news: News) -> Iterable[bytes]:
+        """Events that news of one answer make."""
+
+    def last(self) -> Iterable[bytes]:
+        """Events once all answers have ended."""
+
+    def failed(self, error: ApiError) -> Iterable[bytes]:
+        """Events of a failure in the middle; nothing follows them."""
 
 
 class Unheard(Response):
@@ -41,103 +63,77 @@ class Exchange:
     """One admitted request and its response."""
 
     def __init__(
-        self,
-        desk: Desk,
-        answer: Answer,
-        request: wire.ChatRequest,
-        external_id: str,
-        started_s: float,
+        self, desk: Desk, answers: list[Answer], shape: Shape, name: str, external_id: str
     ) -> None:
+        """name: what its log line begins with."""
         self._desk = desk
-        self._answer = answer
-        self._request = request
+        self._answers = answers
+        self._shape = shape
+        self._name = name
         self._id = external_id
-        self._started_s = started_s
-        self._created = int(time.time())
+        self._started_s = time.monotonic()
 
-    async def respond(self, receive: Receive) -> Response:
-        """Wait for the answer, or for its beginning if it is streamed. Raises ApiError."""
-        answer = self._answer
-        work = answer.next_text() if self._request.stream else answer.whole_text()
+    async def respond(self, receive: Receive, *, stream: bool) -> Response:
+        """Wait for the answers, or for their beginning if they are streamed. Raises ApiError."""
         streaming = False
         try:
-            text = await while_connected(receive, work)
-            if self._request.stream:
+            if stream:
+                feed = news_of(self._answers)
+                first = await while_connected(receive, anext(feed))
                 streaming = True
-                return EventStream(self, text)
-            return self._completion(text)
+                return EventStream(self, first, feed)
+            whole = await while_connected(receive, gather(self._answers))
+            body = msgspec.json.encode(self._shape.whole(whole))
+            return Response(body, media_type="application/json")
         except ClientDisconnect:
             return Unheard()
         finally:
             if not streaming:
                 self.end()
 
-    def _completion(self, text: str) -> Response:
-        assert self._answer.finish_reason is not None
-        body = wire.Completion(
-            id=self._id,
-            created=self._created,
-            model=self._desk.model.id,
-            choices=[wire.Choice(wire.AnswerMessage(text), self._answer.finish_reason)],
-            usage=self._answer.usage(),
-        )
-        return Response(msgspec.json.encode(body), media_type="application/json")
-
-    async def events(self, text: str) -> AsyncIterator[bytes]:
-        """The stream's bytes, event by event; `text` is what came with the first update."""
-        yield self._delta(wire.Delta(role="assistant", content=""))
+    async def events(self, first: News, feed: Feed) -> AsyncIterator[bytes]:
+        """The stream's bytes, event by event."""
+        shape = self._shape
         try:
-            while True:
-                if text:
-                    yield self._delta(wire.Delta(content=text))
-                if self._answer.finish_reason is not None:
-                    break
-                text = await self._answer.next_text()
+            for data in (*shape.first(), *shape.told(first)):
+                yield data
+            async for news in feed:
+                for data in shape.told(news):
+                    yield data
+            for data in shape.last():
+                yield data
         except ApiError as error:
-            yield _event(error.body())
-            return
+            for data in shape.failed(error):
+                yield data
         except Exception:
             log.exception("stream failed", id=self._id)
             message = "The server failed in the middle of this answer; its log says why."
-            yield _event(ApiError(message, kind="server_error", code="internal_error").body())
-            return
-        yield self._delta(wire.Delta(), self._answer.finish_reason)
-        if self._request.include_usage:
-            yield self._chunk([], self._answer.usage())
-        yield DONE
-
-    def _delta(self, delta: wire.Delta, finish_reason: str | None = None) -> bytes:
-        usage = None if self._request.include_usage else UNSET
-        return self._chunk([wire.ChunkChoice(delta, finish_reason)], usage)
-
-    def _chunk(
-        self, choices: list[wire.ChunkChoice], usage: wire.Usage | msgspec.UnsetType | None
-    ) -> bytes:
-        chunk = wire.Chunk(self._id, self._created, self._desk.model.id, choices, usage=usage)
-        return _event(msgspec.json.encode(chunk))
+            failure = ApiError(message, kind="server_error", code="internal_error")
+            for data in shape.failed(failure):
+                yield data
 
     def end(self) -> None:
-        """The response is over, in whatever way: tell the desk, write the log line."""
-        answer = self._answer
-        self._desk.leave(answer)
-        log.info(
-            "chat",
+        """The response is over, in whatever way: tell the desk, and the request's log line."""
+        answers = self._answers
+        self._desk.leave(answers)
+        usage = usage_of(answers)
+        note(
             id=self._id,
-            request=answer.request,
-            prompt=answer.prompt_tokens,
-            cached=answer.cached_tokens,
-            tokens=answer.completion_tokens,
-            finish=answer.outcome,
-            ms=round((time.monotonic() - self._started_s) * 1000),
+            request=answers[0].request,
+            answers=len(answers),
+            prompt=usage.prompt_tokens,
+            cached=usage.prompt_tokens_details.cached_tokens,
+            tokens=usage.completion_tokens,
+            finish=",".join(sorted({answer.outcome for answer in answers})),
         )
 
 
 class EventStream(StreamingResponse):
-    """A streamed answer: whichever way it ends (client gone, too), the exchange ends."""
+    """Streamed answers: whichever way it ends (client gone, too), the exchange ends."""
 
-    def __init__(self, exchange: Exchange, text: str) -> None:
+    def __init__(self, exchange: Exchange, first: News, feed: Feed) -> None:
         self._exchange = exchange
-        events = exchange.events(text)
+        events = exchange.events(first, feed)
         super().__init__(events, headers=STREAM_HEADERS, media_type="text/event-stream")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -149,5 +145,11 @@ class EventStream(StreamingResponse):
             self._exchange.end()
 
 
-def _event(data: bytes) -> bytes:
-    return b"data: " + data + b"\n\n"
+def event(data: object) -> bytes:
+    """An event that carries a struct as JSON."""
+    return b"data: " + msgspec.json.encode(data) + b"\n\n"
+
+
+def error_event(error: ApiError) -> bytes:
+    """An event that carries a refusal in OpenAI's shape."""
+    return b"data: " + error.body() + b"\n\n"

@@ -1,23 +1,31 @@
-"""Stream: one request's way back, from the engine's thread to its HTTP response.
+"""Stream: the way back of a request's answers, from the engine's thread to their HTTP response.
 
-Owns the crossing of threads and the end of a request: `Answer` is closed on every way out, and
-closing it before the engine said how it ended cancels it there, once.
+Owns the crossing of threads and the end of a request: an `Answer` is closed on every way out, and
+closing it before the engine said how it ended cancels it there, once. `news_of(answers)` iterates
+over what the answers of one Ask are told, as it comes; `gather` waits for all of it.
 
 completion_tokens counts the tokens that the engine delivered: an end token is none of them, the
 token that completes a stop string is one. The engine delivers that token, for the text is cut here
-(`TextStream`); tokens after it, if any, are neither shown nor counted.
+(`TextStream`); tokens after it, if any, are neither shown nor counted. A token's log-probability is
+told once text from where it begins was shown, so none is told of what a stop string cut away.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from msgspec import Struct
 from starlette.requests import ClientDisconnect
 
+from kernel.batch import Logprob
 from kernel.tokenizer import Detokenizer, Tokenizer
+from statemachine.records import NO_SCORES
 
+from .asking import Ask
+from .parts import Part
 from .submission import CANCELLED, ERROR, LENGTH, STOP, EngineApi, Submission, Update
 from .text import TextStream
 from .wire import ApiError, PromptDetails, Usage
@@ -25,61 +33,106 @@ from .wire import ApiError, PromptDetails, Usage
 Receive = Callable[[], Awaitable[Any]]
 
 
+class Told(Struct, frozen=True):
+    """An answer token's log-probability; `start` is where its text begins, in characters."""
+
+    logprob: Logprob
+    start: int
+
+
+class News(Struct):
+    """What an answer was told at once; all of it, if it comes from `gather`.
+
+    finish_reason: stop or length, in an answer's last news.
+    """
+
+    answer: Answer
+    parts: list[Part]
+    tokens: list[Told]
+    finish_reason: str | None = None
+
+
+Inbox = asyncio.Queue[tuple["Answer", Update]]
+
+
 class Answer:
     """One submitted request, as seen by the event loop that made it.
 
-    The queue needs no bound of its own: the engine sends at most max_tokens updates and one end,
-    however slowly the client reads.
+    The inbox, which all answers of an Ask share, needs no bound of its own: the engine sends at
+    most max_tokens updates and one end, however slowly the client reads.
+
+    index: prompt * n + copy. scores: one for each token of the prompt, None where there is none;
+    empty unless asked for. embedding: empty unless asked for.
     """
 
-    def __init__(self, engine: EngineApi, tokenizer: Tokenizer, submission: Submission) -> None:
-        """Submit it. Raises RequestRefused, EngineStopped."""
+    def __init__(
+        self,
+        engine: EngineApi,
+        tokenizer: Tokenizer,
+        ask: Ask,
+        index: int,
+        submission: Submission,
+        first: Answer | None = None,
+    ) -> None:
+        """Submit it. `first`: the Ask's first answer. Raises RequestRefused, EngineStopped."""
         self._engine = engine
         self._loop = asyncio.get_running_loop()
-        self._updates: asyncio.Queue[Update] = asyncio.Queue()
+        self.inbox: Inbox = asyncio.Queue() if first is None else first.inbox
         self._text = TextStream(Detokenizer(tokenizer), submission.parameters.stop)
+        self._splitter = ask.splitter()
+        self._untold: deque[Told] = deque()
+        self._shown = 0
+        self._silent = ask.parameters.max_tokens == 0
         self._open = True
         self._given_up = False
-        self.prompt_tokens = len(submission.tokens)
+        self.index = index
+        self.copy = index % ask.n
+        self.prompt = submission.tokens
         self.completion_tokens = 0
         self.cached_tokens = 0
+        self.scores: list[Logprob | None] = []
+        if submission.parameters.score_from != NO_SCORES:
+            self.scores = [None] * len(submission.tokens)
+        self.embedding: tuple[float, ...] = ()
         self.finish_reason: str | None = None
         self.request = engine.submit(submission, self._sink)
 
     def _sink(self, update: Update) -> None:
         try:
-            self._loop.call_soon_threadsafe(self._updates.put_nowait, update)
+            self._loop.call_soon_threadsafe(self.inbox.put_nowait, (self, update))
         except RuntimeError:  # the loop is closed: the server stopped, and nobody listens
             if not self._loop.is_closed():
                 raise
 
-    async def next_text(self) -> str:
-        """Text of the next update, maybe empty; `finish_reason` is set with the last one.
+    def take(self, update: Update) -> News:
+        """What an update says; `finish_reason` is set with the last one.
 
         Raises ApiError (500, 503) where the engine failed or gave the request up.
         """
-        update = await self._updates.get()
-        text = self._take(update)
-        if update.finish_reason is not None:
-            text += self._end(update)
-        return text
-
-    async def whole_text(self) -> str:
-        """All text, once the answer ended. Raises like `next_text`."""
-        pieces = []
-        while self.finish_reason is None:
-            pieces.append(await self.next_text())
-        return "".join(pieces)
-
-    def _take(self, update: Update) -> str:
         if update.cached_tokens >= 0:
             self.cached_tokens = update.cached_tokens
+        for position, score in enumerate(update.scores, update.scores_at):
+            self.scores[position] = score
+        self.embedding = update.embedding or self.embedding
+        text = "" if self._silent else self._feed(update)
+        parts = self._splitter.feed(text)
+        if update.finish_reason is not None:
+            text = self._end(update)
+            parts += self._splitter.feed(text) + self._splitter.finish()
+        return News(self, parts, self._tell(), self.finish_reason)
+
+    def _feed(self, update: Update) -> str:
         pieces = []
-        for token in update.tokens:
+        for place, token in enumerate(update.tokens):
             if self._text.stopped:
                 break
             self.completion_tokens += 1
-            pieces.append(self._text.feed(token))
+            if update.logprobs:
+                start = self._shown + self._text.held
+                self._untold.append(Told(update.logprobs[place], start))
+            piece = self._text.feed(token)
+            self._shown += len(piece)
+            pieces.append(piece)
         return "".join(pieces)
 
     def _end(self, update: Update) -> str:
@@ -88,17 +141,21 @@ class Answer:
             self.finish_reason = update.finish_reason
             raise _failure(update)
         text = self._text.finish()
+        self._shown += len(text)
         self.finish_reason = STOP if self._text.stopped else update.finish_reason
+        if self._silent:
+            self.finish_reason = LENGTH
         return text
 
-    def usage(self) -> Usage:
-        """Tokens so far."""
-        return Usage(
-            prompt_tokens=self.prompt_tokens,
-            completion_tokens=self.completion_tokens,
-            total_tokens=self.prompt_tokens + self.completion_tokens,
-            prompt_tokens_details=PromptDetails(self.cached_tokens),
-        )
+    def _tell(self) -> list[Told]:
+        """The tokens that have come to be shown; with an answer's end all that are left, unless a
+        stop string cut them away.
+        """
+        told = []
+        rest = self.finish_reason is not None and not self._text.stopped
+        while self._untold and (rest or self._untold[0].start < self._shown):
+            told.append(self._untold.popleft())
+        return told
 
     @property
     def outcome(self) -> str:
@@ -116,7 +173,7 @@ class Answer:
         if self._open:
             self._given_up = True
             self.close()
-            self._updates.put_nowait(Update(self.request, finish_reason=CANCELLED))
+            self.inbox.put_nowait((self, Update(self.request, finish_reason=CANCELLED)))
 
 
 def _failure(update: Update) -> ApiError:
@@ -125,6 +182,57 @@ def _failure(update: Update) -> ApiError:
         return ApiError(message, status=500, kind="server_error", code="engine_error")
     message = "The server gave this request up, for it is stopping; send it again later."
     return ApiError(message, status=503, kind="server_error", code="server_stopping")
+
+
+class Feed:
+    """See `news_of`. No generator, which would have to be closed where nobody reads it out."""
+
+    def __init__(self, answers: Sequence[Answer]) -> None:
+        self._inbox = answers[0].inbox
+        self._open = len(answers)
+
+    def __aiter__(self) -> Feed:
+        return self
+
+    async def __anext__(self) -> News:
+        if not self._open:
+            raise StopAsyncIteration
+        answer, update = await self._inbox.get()
+        news = answer.take(update)
+        self._open -= news.finish_reason is not None
+        return news
+
+
+def news_of(answers: Sequence[Answer]) -> Feed:
+    """Iterates over the news of one Ask's answers, as they come, until all of them have ended.
+
+    Raises ApiError where one fails: the others are then of no use.
+    """
+    return Feed(answers)
+
+
+async def gather(answers: Sequence[Answer]) -> list[News]:
+    """All news of each answer in one, in order of the answers. Raises like `news_of`."""
+    whole = [News(answer, [], []) for answer in answers]
+    async for news in news_of(answers):
+        into = whole[news.answer.index]
+        into.parts += news.parts
+        into.tokens += news.tokens
+        into.finish_reason = news.finish_reason
+    return whole
+
+
+def usage_of(answers: Sequence[Answer]) -> Usage:
+    """Tokens so far. A prompt counts once, however many answers it has."""
+    first = [answer for answer in answers if not answer.copy]
+    prompt = sum(len(answer.prompt) for answer in first)
+    completion = sum(answer.completion_tokens for answer in answers)
+    return Usage(
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        total_tokens=prompt + completion,
+        prompt_tokens_details=PromptDetails(sum(answer.cached_tokens for answer in first)),
+    )
 
 
 async def while_connected(receive: Receive, work: Awaitable[Any]) -> Any:

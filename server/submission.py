@@ -80,6 +80,10 @@ class EngineApi(Protocol):
         """Whether submissions are accepted and steps still succeed."""
 
     @property
+    def identity(self) -> str:
+        """What answers: the software's version and the model's digests, in one line."""
+
+    @property
     def context_tokens(self) -> int:
         """The longest prompt + answer that this model and pool can hold."""
 

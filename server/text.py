@@ -35,6 +35,11 @@ class TextStream:
         self._held = ""
         self.stopped = False
 
+    @property
+    def held(self) -> int:
+        """Characters that are held back."""
+        return len(self._held)
+
     def feed(self, token: int) -> str:
         """Text that may be shown now; none after a stop string, when `stopped` is True."""
         if self.stopped:

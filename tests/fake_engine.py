@@ -80,6 +80,8 @@ class Request:
 class FakeEngine:
     """EngineApi. `script` gives the tokens of an answer; None leaves the request to the test."""
 
+    identity = "scripted"
+
     def __init__(
         self,
         tokenizer: Tokenizer,

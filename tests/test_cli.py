@@ -419,7 +419,7 @@ def test_log_lines_in_a_pipe_are_plain_and_one_a_request(folder: Path) -> None:
         _, _, err = outcome(process)
     chat, refused = (line for line in err.splitlines() if line.startswith("timestamp="))
     assert re.search(
-        r" level=info event=chat id=chatcmpl-\w+ request=0 prompt=21 cached=0 tokens=3 "
+        r" level=info event=chat id=chatcmpl-\w+ request=0 answers=1 prompt=21 cached=0 tokens=3 "
         r"finish=length ms=[0-9]+$",
         chat,
     )

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from server.wire import ApiError, ChatRequest, read_chat_request
+from server.wire import ApiError
+from server.wire_chat import ChatRequest, read_chat_request
 
 
 def read(**fields: Any) -> ChatRequest:
@@ -40,12 +41,10 @@ def read(**fields: Any) -> ChatRequest:
         ({"model": 3}, "model"),
         ({"stream": "yes"}, "stream"),
         ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
-        ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": -1}, "max_tokens"),
         ({"max_tokens": "5"}, "max_tokens"),
         ({"max_tokens": True}, "max_tokens"),
         ({"max_tokens": 10**30}, "max_tokens"),
-        ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"temperature": -0.1}, "temperature"),
         ({"temperature": 2.1}, "temperature"),
         ({"temperature": "hot"}, "temperature"),
@@ -55,17 +54,32 @@ def read(**fields: Any) -> ChatRequest:
         ({"min_p": 2}, "min_p"),
         ({"seed": 1.5}, "seed"),
         ({"seed": 2**64}, "seed"),
-        ({"n": 2}, "n"),
         ({"n": 0}, "n"),
+        ({"n": 129}, "n"),
+        ({"n": "two"}, "n"),
         ({"stop": ["a"] * 5}, "stop"),
         ({"stop": ""}, "stop"),
         ({"stop": "x" * 1001}, "stop"),
         ({"stop": [3]}, "stop[0]"),
-        ({"logprobs": True}, "logprobs"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"max_completion_tokens": -1}, "max_completion_tokens"),
+        ({"logprobs": 3}, "logprobs"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+        ({"presence_penalty": 2.1}, "presence_penalty"),
+        ({"frequency_penalty": -2.1}, "frequency_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"repetition_penalty": -1}, "repetition_penalty"),
+        ({"logit_bias": {"5": 101}}, "logit_bias"),
+        ({"logit_bias": {"5": -100.5}}, "logit_bias"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": "1"}}, "logit_bias"),
+        ({"logit_bias": [5]}, "logit_bias"),
+        ({"priority": 2**31}, "priority"),
+        ({"ignore_eos": 1}, "ignore_eos"),
+        ({"user": 5}, "user"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"presence_penalty": 0.5}, "presence_penalty"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
     ],
 )
 def test_a_wrong_field_is_a_400_that_names_it(fields: dict[str, Any], param: str) -> None:

@@ -1,0 +1,133 @@
+"""Route: POST /v1/chat/completions.
+
+Order of chunks: role, content, finish_reason, usage where asked for, [DONE]; of several answers
+each has its own, told apart by `index`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from msgspec import UNSET, UnsetType
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from .chat import ask_of_chat
+from .desk import Desk
+from .logprobs import chat_logprob
+from .parts import Part, Reasoning, Text, join
+from .replies import DONE, Exchange, Unheard, error_event, event
+from .routing import desk_of, read_body, response_id
+from .stream import Answer, News, Told, usage_of
+from .wire import ApiError, Usage
+from .wire_chat import (
+    AnswerMessage,
+    ChatRequest,
+    Choice,
+    Chunk,
+    ChunkChoice,
+    Completion,
+    Delta,
+    Logprobs,
+    read_chat_request,
+)
+
+
+async def chat_completions(request: Request) -> Response:
+    """The handler."""
+    desk = desk_of(request)
+    try:
+        body = await read_body(request, desk.max_body_bytes)
+    except ClientDisconnect:
+        return Unheard()
+    chat = read_chat_request(body)
+    desk.check_model(chat.model)
+    external_id = response_id(request, "chatcmpl-")
+    ask = await desk.aside(len(body), ask_of_chat, chat, desk.tokenizer, external_id)
+    answers = desk.admit(ask)
+    shape = ChatShape(desk, chat, answers, external_id)
+    exchange = Exchange(desk, answers, shape, "chat", external_id)
+    return await exchange.respond(request.receive, stream=bool(chat.stream))
+
+
+class ChatShape:
+    """replies.Shape of chat completions."""
+
+    def __init__(
+        self, desk: Desk, request: ChatRequest, answers: list[Answer], external_id: str
+    ) -> None:
+        self._desk = desk
+        self._request = request
+        self._answers = answers
+        self._id = external_id
+        self._created = int(time.time())
+        self._untold: list[list[Told]] = [[] for _ in answers]
+
+    def whole(self, news: list[News]) -> Completion:
+        return Completion(
+            id=self._id,
+            created=self._created,
+            model=self._desk.model.id,
+            choices=[self._choice(told) for told in news],
+            usage=usage_of(self._answers),
+            system_fingerprint=self._desk.fingerprint,
+        )
+
+    def _choice(self, news: News) -> Choice:
+        whole = join(news.parts)
+        message = AnswerMessage(whole.text, "assistant", None, whole.reasoning or UNSET)
+        assert news.finish_reason is not None
+        return Choice(news.answer.index, message, news.finish_reason, self._logprobs(news.tokens))
+
+    def first(self) -> Iterable[bytes]:
+        for answer in self._answers:
+            yield self._event(ChunkChoice(answer.index, Delta(role="assistant", content="")))
+
+    def told(self, news: News) -> Iterable[bytes]:
+        index = news.answer.index
+        untold = self._untold[index]
+        untold += news.tokens
+        for part in news.parts:
+            # The tokens go with the first part that comes after them.
+            logprobs = self._logprobs(untold) if untold else None
+            yield self._event(ChunkChoice(index, delta_of(part), None, logprobs))
+            untold.clear()
+        if news.finish_reason is not None:
+            logprobs = self._logprobs(untold) if untold else None
+            yield self._event(ChunkChoice(index, Delta(), news.finish_reason, logprobs))
+
+    def last(self) -> Iterable[bytes]:
+        if self._request.include_usage:
+            yield self._chunk([], usage_of(self._answers))
+        yield DONE
+
+    def failed(self, error: ApiError) -> Iterable[bytes]:
+        yield error_event(error)
+
+    def _logprobs(self, tokens: list[Told]) -> Logprobs | None:
+        if not self._request.logprobs:
+            return None
+        tokenizer = self._desk.tokenizer
+        return Logprobs([chat_logprob(tokenizer, told.logprob) for told in tokens])
+
+    def _event(self, choice: ChunkChoice) -> bytes:
+        return self._chunk([choice], None if self._request.include_usage else UNSET)
+
+    def _chunk(self, choices: list[ChunkChoice], usage: Usage | UnsetType | None) -> bytes:
+        desk = self._desk
+        chunk = Chunk(
+            self._id, self._created, desk.model.id, choices, desk.fingerprint, usage=usage
+        )
+        return event(chunk)
+
+
+def delta_of(part: Part) -> Delta:
+    """What a part adds to the message."""
+    match part:
+        case Text():
+            return Delta(content=part.text)
+        case Reasoning():
+            return Delta(reasoning_content=part.text)
+        case _:
+            raise AssertionError("no splitter of chat completions makes tool calls")
