@@ -42,9 +42,13 @@ COMMANDS: dict[str, Command] = {
     "check": Command("check", CUT, "run cache scripts against the state machine"),
     "diff": Command("diff", COMPARE, "the first place where two runs answer otherwise, by request"),
     "what-if": Command("what_if", COMPARE, "a recorded load under other settings, without a model"),
+    "serve-load": Command(
+        "serve_load", COMPARE, "a recorded load sent to a server, its answers compared"
+    ),
     "export": Command(
         "export", CHANGE, "a tape for other tools: Perfetto, vLLM's KV events, Mooncake, ..."
     ),
+    "follow": Command("follow", LOOK, "check a server's capture while it is written"),
     "bisect": Command(
         "bisect", COMPARE, "the first bad step of a long capture, by its checkpoints"
     ),

@@ -143,6 +143,7 @@ class Fold:
         self.counts.gaps += 1
         self.counts.lost_records += record.records
         self._lost = True
+        self.pieces.clear()  # their answers are among what is missing
 
     def _planned(self, record: StepPlanned) -> None:
         if record.step in self.pieces:
