@@ -17,7 +17,7 @@ from statemachine.records import (
 from .observed import Pieces
 
 
-class Sampled(Struct, frozen=True):
+class Sampled(Struct, frozen=True, gc=False):
     """One sampled token: its step, where it stood in the batch, and its fingerprint."""
 
     step: int
@@ -48,6 +48,14 @@ class Answer(Struct):
     def length(self) -> int:
         """Tokens of prompt and answer so far."""
         return len(self.arrived.tokens) + len(self.before) + len(self.samples)
+
+    def token(self, place: int) -> int | None:
+        """The token at a place of prompt and answer; None where there is none."""
+        for tokens in (self.arrived.tokens, self.before):
+            if place < len(tokens):
+                return tokens[place] if place >= 0 else None
+            place -= len(tokens)
+        return self.samples[place].token if place < len(self.samples) else None
 
     def slice(self, first: int, end: int) -> tuple[int, ...]:
         """Tokens [first, end) of prompt and answer, as far as there are any."""
@@ -88,12 +96,19 @@ class Answers:
         """The tokens of a step join their answers: drafts as far as they were accepted, the one
         sampled behind them, and nothing behind an end of the answer. An end token is judged too.
         """
-        drawn: dict[int, list[Sampled]] = {}
+        step, live, seqs = record.step, self.live, pieces.seqs
         columns = zip(record.sampled, record.tokens, record.logits, record.margins, strict=True)
+        if len(set(record.sampled)) == len(record.sampled):  # no drafts, as in most steps
+            for piece, token, logit, margin in columns:
+                sampler = live.get(seqs[piece])
+                if sampler is not None:
+                    sampler.samples.append(Sampled(step, piece, token, logit, margin))
+            return
+        drawn: dict[int, list[Sampled]] = {}
         for piece, token, logit, margin in columns:
-            drawn.setdefault(piece, []).append(Sampled(record.step, piece, token, logit, margin))
+            drawn.setdefault(piece, []).append(Sampled(step, piece, token, logit, margin))
         for piece, samples in drawn.items():
-            answer = self.live.get(pieces.seqs[piece])
+            answer = live.get(seqs[piece])
             if answer is None:
                 continue  # it ended while this step was in flight
             guesses = [row.token for row in pieces.sequences[piece].speculative[1:]]

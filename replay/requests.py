@@ -12,16 +12,17 @@ from typing import NoReturn
 
 from server.policy import Policy
 from server.view import PlannedPiece, StepPlan
-from statemachine.events import DRAFT, PROMPT, Closed
+from statemachine.events import DECODE, DRAFT, LOOKAHEAD, PROMPT, Closed
 from statemachine.geometry import FULL, Geometry
 from statemachine.records import Gap, Record, StepDone
 from statemachine.sequence import Sequence, pack, unpack
 
-from .answers import Answer, Answers
+from .answers import Answer, Answers, Sampled
 from .divergence import PLAN, Diverged, Divergence, Values
 from .observed import Pieces
 
 TOKEN_BYTES = 8
+_ONE_ROW = (DECODE, LOOKAHEAD)
 
 
 class Requests:
@@ -60,6 +61,8 @@ class Requests:
     ) -> None:
         """Prompt rows with all before them; of an answer the newest row."""
         end = sequence.committed
+        if piece.purpose in _ONE_ROW and end and answer.token(end - 1) == _newest(sequence):
+            return
         first = 0 if piece.purpose == PROMPT else end - 1
         index, row = divmod(first, self._size)
         held = (b"".join(sequence.packed[index:]) + sequence.tail)[row * TOKEN_BYTES :]
@@ -90,8 +93,8 @@ class Requests:
     def done(self, record: StepDone, plan: StepPlan) -> None:
         """Compare who is closed with who came to an end. Raises Diverged."""
         live = self._answers.live
-        pieces = [it for it in plan.pieces if it.seq in live]
-        before = {piece.seq: live[piece.seq].length for piece in pieces}
+        pieces = [(it.seq, live[it.seq]) for it in plan.pieces if it.seq in live]
+        before = [len(answer.samples) for _, answer in pieces]
         sequences = plan.state.sequences
         batch = Pieces(
             [piece.seq for piece in plan.pieces],
@@ -102,22 +105,20 @@ class Requests:
         )
         self._answers.done(record, batch)
         closed = {event.seq for event in record.events if isinstance(event, Closed)}
-        for piece in pieces:
-            answer = live[piece.seq]
-            if answer.length == before[piece.seq]:
-                continue
-            if self._is_over(answer, before[piece.seq]) != (piece.seq in closed):
+        for (seq, answer), known in zip(pieces, before, strict=True):
+            fresh = answer.samples[known:]
+            if fresh and self._is_over(answer, fresh) != (seq in closed):
                 what = "goes on, and came to its end"
-                if piece.seq in closed:
+                if seq in closed:
                     what = "is closed, and did not come to its end"
-                self._differs(record.step, piece.seq, what, record="StepDone")
+                self._differs(record.step, seq, what, record="StepDone")
 
-    def _is_over(self, answer: Answer, known: int) -> bool:
-        parameters = answer.arrived.parameters
-        fresh = answer.slice(known, answer.length)
-        limit = min(len(answer.arrived.tokens) + parameters.max_tokens, self._capacity)
-        ended = any(token in parameters.end_tokens for token in fresh)
-        return ended or answer.length >= limit or answer.kept is not None
+    def _is_over(self, answer: Answer, fresh: list[Sampled]) -> bool:
+        arrived, parameters = answer.arrived, answer.arrived.parameters
+        ends = parameters.end_tokens
+        if answer.kept is not None or (ends and any(it.token in ends for it in fresh)):
+            return True
+        return answer.length >= min(len(arrived.tokens) + parameters.max_tokens, self._capacity)
 
     def ended(self, record: Record) -> None:
         """Call once a record was followed."""
@@ -135,3 +136,9 @@ class Requests:
         where = f"position {position} of " if position >= 0 else ""
         summary = f"{where}sequence {seq} {what}"
         raise Diverged(Divergence(PLAN, step, summary, record, sequence=seq, values=values))
+
+
+def _newest(sequence: Sequence) -> int:
+    """The token of a sequence's last committed row."""
+    block = sequence.tail or sequence.packed[-1]
+    return int.from_bytes(block[-TOKEN_BYTES:], "little")
