@@ -1,7 +1,7 @@
-"""Listen: a socket, Hypercorn on it, and an orderly end.
+"""Listen: a socket, Hypercorn on it, in TLS or not, and an orderly end.
 
-Owns signals and the order of a stop: admit nobody, let answers finish for a while, cancel the rest,
-close connections. Never touches the engine: who started it stops it.
+Owns what Hypercorn is told, signals and the order of a stop: admit nobody, let answers finish for a
+while, cancel the rest, close connections. Never touches the engine: who started it stops it.
 """
 
 from __future__ import annotations
@@ -9,9 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import logging
 import signal
 import socket
-from typing import Any, cast
+import ssl
+from pathlib import Path
+from typing import Any, NoReturn, cast
 
 from hypercorn.asyncio import serve
 from hypercorn.config import Config
@@ -20,7 +23,6 @@ from starlette.applications import Starlette
 from .settings import Settings
 
 BACKLOG = 1024
-KEEP_ALIVE_S = 75
 CUT_ROUNDS = 4
 CLOSE_S = 1.0
 """Seconds that connections get to close once every answer is over."""
@@ -72,15 +74,10 @@ async def serve_app(
     app: Starlette, listener: socket.socket, settings: Settings, stop: asyncio.Event
 ) -> None:
     """Serve on a listening socket until `stop` is set, and the stop's order is done."""
-    config = Config()
+    config = _config(settings)
     # Hypercorn takes the descriptor over, and closes it.
     config.bind = [f"fd://{listener.detach()}"]
-    config.loglevel = "WARNING"
-    config.backlog = BACKLOG
-    config.keep_alive_timeout = KEEP_ALIVE_S
-    # Our own limit is below: where Hypercorn's passes, it fails with an error of its own.
-    config.graceful_timeout = 3600.0
-    config.include_server_header = False
+    asyncio.get_running_loop().set_exception_handler(_report)
     stopping = asyncio.Event()
     before = asyncio.all_tasks()
 
@@ -98,6 +95,52 @@ async def serve_app(
         await serving
     else:
         await _cut_off(asyncio.all_tasks() - before)
+
+
+def _config(settings: Settings) -> Config:
+    config = Config()
+    # Its lines go where ours go (logs.py); it would write its own to the error stream.
+    config.errorlog = logging.getLogger("hypercorn.error")
+    config.backlog = BACKLOG
+    # Until a request's headers are whole a connection is idle, so this bounds slow ones, too.
+    config.keep_alive_timeout = settings.keep_alive_s
+    config.h11_max_incomplete_size = settings.max_header_bytes
+    config.h2_max_header_list_size = settings.max_header_bytes
+    # Our own limit is below: where Hypercorn's passes, it fails with an error of its own.
+    config.graceful_timeout = 3600.0
+    config.include_server_header = False
+    config.certfile, config.keyfile = settings.tls_cert, settings.tls_key
+    return config
+
+
+def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """A client that fails at TLS, or speaks none, is its own trouble."""
+    if not isinstance(context.get("exception"), ssl.SSLError):
+        loop.default_exception_handler(context)
+
+
+def check_tls(settings: Settings) -> None:
+    """Raise ListenError unless the certificate and its key can be used, if there are any."""
+    if settings.tls_cert is None or settings.tls_key is None:
+        return
+    for name, path in (("tls_cert", settings.tls_cert), ("tls_key", settings.tls_key)):
+        try:
+            Path(path).read_bytes()
+        except OSError as error:
+            raise ListenError(f"{name} {path} cannot be read: {error.strerror}") from None
+    try:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(settings.tls_cert, settings.tls_key, _no_passphrase)
+    except ssl.SSLError as error:
+        raise ListenError(
+            f"tls_cert {settings.tls_cert} and tls_key {settings.tls_key} cannot be used: "
+            f"{error.reason or error}; give a certificate and its own key, both as PEM"
+        ) from None
+
+
+def _no_passphrase() -> NoReturn:
+    """Instead of asking on a terminal that a service has not got."""
+    raise ListenError("tls_key has a passphrase: give a key without one, readable by nobody else")
 
 
 async def _cut_off(tasks: set[asyncio.Task[Any]]) -> None:
