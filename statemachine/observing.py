@@ -26,6 +26,9 @@ NO_ROWS = Observation((0, 0), (0, 0), (0, 0), (0, 0), 0, (), (), (), ())
 """What a step without rows sees."""
 
 
+_Tables = tuple[tuple[int, ...], ...]
+
+
 class Seen(Struct, frozen=True):
     """A step's columns as an observation should have them, one entry a piece, in batch order.
 
@@ -46,7 +49,7 @@ class Deriver:
     def __init__(self, geometry: Geometry) -> None:
         self._geometry = geometry
         self._paged = sum(group.paged for group in geometry.groups)
-        self._hashes: list[dict[int, tuple[tuple[int, ...], int]]] = [{} for _ in geometry.groups]
+        self._hashes: dict[int, tuple[_Tables, tuple[int, ...]]] = {}
 
     def seen(self, sequences: Items[Sequence], rows: Items[int]) -> Seen:
         """The columns of a step; `sequences` as they stand after its opening events, `rows` of
@@ -73,23 +76,21 @@ class Deriver:
         return tuple(zip(*columns, strict=True))
 
     def _tables(self, sequences: Items[Sequence]) -> tuple[tuple[int, ...], ...]:
-        columns: list[list[int]] = []
-        for group, spec in enumerate(self._geometry.groups):
-            if not spec.paged:
-                columns.append([0] * len(sequences))
-                continue
-            known = self._hashes[group]
-            column = []
-            for sequence in sequences:
-                table = sequence.tables[group]
-                held = known.get(sequence.id)
-                if held is None or held[0] is not table:
-                    held = known[sequence.id] = (table, table_hash(table))
-                column.append(held[1])
-            columns.append(column)
-            if len(known) > 4 * len(column) + 64:
-                known.clear()
-        return tuple(zip(*columns, strict=True))
+        """Hashes of each sequence's tables; those that it shares with its last record are known."""
+        known, found = self._hashes, []
+        for sequence in sequences:
+            tables = sequence.tables
+            held = known.get(sequence.id)
+            if held is None or held[0] is not tables:
+                held = known[sequence.id] = (tables, self._hashed(tables))
+            found.append(held[1])
+        if len(known) > 4 * len(found) + 64:
+            known.clear()
+        return tuple(found)
+
+    def _hashed(self, tables: _Tables) -> tuple[int, ...]:
+        groups = zip(self._geometry.groups, tables, strict=True)
+        return tuple([table_hash(table) if spec.paged else 0 for spec, table in groups])
 
     def wrong_use(self, seen: Observation, rows: int) -> tuple[str, int, tuple[int, int]] | None:
         """What layers did otherwise than to take all `rows` of a step in one update, with this
