@@ -15,13 +15,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from time import perf_counter
 from typing import Protocol
 
 import structlog
-from msgspec import Struct
+from msgspec import Struct, field
 
 from kernel.batch import BuildFailed, EvalFailed, Kernel, StepResult
-from statemachine.events import Event, Preempted
+from statemachine.events import Event
+from statemachine.observing import OFF
 from statemachine.records import (
     Finished,
     FlushRequested,
@@ -29,7 +31,6 @@ from statemachine.records import (
     Record,
     RequestArrived,
     RequestCancelled,
-    ShadowReport,
     StepDone,
     StepFailed,
     StepPlanned,
@@ -38,8 +39,10 @@ from statemachine.records import (
 
 from . import scheduler
 from .clients import Clients
+from .counters import Counters
 from .failing import BUILD, CLOSE, EVAL, PLAN, VOID
 from .flight import NOTHING, Flight, blame, timed
+from .live_guard import DIVERGED, WARN, LiveGuard, Wrong, sentence
 from .policy import Policy
 from .submission import CANCELLED, ERROR, STOP, Sink, Update
 from .text import IncrementalDecoder
@@ -54,10 +57,12 @@ log = structlog.get_logger()
 class Capture(Protocol):
     """Where records go (capture.CaptureWriter).
 
-    position: bytes on tape. gaps: how often records were lost, since a disk was full.
+    position: bytes of the tape's current file; bytes_written: of all of them. gaps: how often
+    records were lost, since a disk was full.
     """
 
     position: int
+    bytes_written: int
     gaps: int
 
     @property
@@ -75,7 +80,7 @@ class Parts(Struct, frozen=True):
     """What a loop runs on.
 
     decoder: makes a detokeniser, needed for stop strings only. vocab_size: token ids below it may
-    be sent; 0 checks nothing.
+    be sent; 0 checks nothing. on_divergence: what a step does that finds one (live_guard.MODES).
     """
 
     kernel: Kernel
@@ -84,29 +89,25 @@ class Parts(Struct, frozen=True):
     header: Header | None = None
     decoder: Callable[[], IncrementalDecoder] | None = None
     vocab_size: int = 0
+    on_divergence: str = WARN
 
 
 class Arrival(Struct, frozen=True):
-    """A request as it comes in, and who hears of it."""
+    """A request as it comes in, who hears of it, and when that was, for the counters' latencies."""
 
     record: RequestArrived
     sink: Sink
+    at_s: float = field(default_factory=perf_counter)
 
 
 Input = Arrival | RequestCancelled | FlushRequested
 
 
-class Counters:
-    """What the loop counted since it began; for status and metrics."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-        self.failed_steps = 0
-        self.failures_in_a_row = 0
-        self.plans_raised = 0
-        self.preemptions = 0
-        self.shadow_found = 0
-        self.capture_failures = 0
+_SAID = {
+    ERROR: (ERROR, "the answer could not be delivered"),
+    DIVERGED: (ERROR, "the cache that it read was found wrong: send it again"),
+}
+"""By a cancel's reason: how the request ends, and what its client hears."""
 
 
 class Loop:
@@ -122,6 +123,8 @@ class Loop:
         self._unwritten: list[Record] = []
         self.view: View = initial(parts.kernel.geometry, parts.policy)
         self._flights: deque[Flight] = deque()
+        sanitize = OFF if parts.header is None else parts.header.sanitize
+        self._guard = LiveGuard(parts.kernel.geometry, sanitize, parts.on_divergence)
         self.counters = Counters()
         self.failure = ""
         if parts.header is not None:
@@ -134,14 +137,16 @@ class Loop:
 
     @property
     def broken(self) -> bool:
-        """Whether too many steps failed in a row: `failure` says what the last one said."""
-        return self.counters.failures_in_a_row >= FAILURES_MAX
+        """Whether too many steps failed in a row, or one diverged that ends the engine: `failure`
+        says what it was.
+        """
+        return self.counters.failures_in_a_row >= FAILURES_MAX or bool(self._guard.stopped)
 
     @property
     def busy(self) -> bool:
         """Whether a step would find something to do without any input."""
         view = self.view
-        waits = self._clients.lost or self._unwritten or self._flights
+        waits = self._clients.lost or self._guard.pending or self._unwritten or self._flights
         if waits or view.requests or view.closing:
             return True
         # A flush of an empty index makes no step; the next plan is rid of it.
@@ -152,12 +157,12 @@ class Loop:
         """One turn: take inputs, plan and issue a step, read the oldest in flight where it is due.
         False where there was nothing to do.
         """
-        received = self._receive([*self._clients.take_lost(), *inputs])
+        received = self._receive([*self._guard.take(), *self._clients.take_lost(), *inputs])
         issued = self._take_off(received)
         flights = self._flights
         if flights and (not issued or self._due()):
             self._land()
-            while flights and flights[-1].error is not None:
+            while flights and (flights[-1].error is not None or self._guard.pending):
                 self._land()
             return True
         return issued or bool(received)
@@ -197,7 +202,7 @@ class Loop:
         if due:
             received.append(checkpoint(self.view))
         self.view = scheduler.begin(self.view, plan)
-        self._count(plan.events)
+        self.counters.planned(self.view, plan)
         planned = self._clock()
         self._write_planned(received, plan.step, plan.events)
         self._flights.append(self._issue(plan, [started, planned, self._clock()]))
@@ -224,6 +229,7 @@ class Loop:
             if isinstance(given, Arrival):
                 record: RequestArrived | RequestCancelled | FlushRequested = given.record
                 self._clients.add(given.record, given.sink)
+                self.counters.arrived(given.record.request, given.at_s)
             elif isinstance(given, RequestCancelled) and given.request not in self.view.requests:
                 continue
             else:
@@ -231,9 +237,8 @@ class Loop:
             self.view = receive(self.view, record)
             received.append(record)
             if isinstance(record, RequestCancelled):
-                why = record.reason if record.reason in (CANCELLED, ERROR) else CANCELLED
-                said = "" if why == CANCELLED else "the answer could not be delivered"
-                self._clients.tell(Update(record.request, (), why, error=said))
+                why, said = _SAID.get(record.reason, (CANCELLED, ""))
+                self._tell(Update(record.request, (), why, error=said))
         return received
 
     def _land(self) -> None:
@@ -262,6 +267,7 @@ class Loop:
 
     def _close(self, plan: StepPlan, result: StepResult, times: list[float]) -> None:
         """Closing events, the new view, news; the records wait for the next write."""
+        wrong = self._guard.look(plan, result)
         finished = self._stops(plan, result.tokens)
         before, tokens = self.view, result.tokens
         outcomes = scheduler.outcomes(before, plan, tokens, finished)
@@ -285,13 +291,15 @@ class Loop:
         )
         # From here on nothing raises: the step is what the tape will say.
         self.view = after
-        self._note_shadow(plan.step, result.shadow)
-        self.counters.steps += 1
+        self.counters.done(before, outcomes, result.shadow)
+        self.counters.events(events)
+        if wrong:
+            self._diverged(before, plan, wrong)
         if plan.pieces:
             self.counters.failures_in_a_row = 0
         for outcome in outcomes:
             cached = before.requests[outcome.seq].cached_tokens
-            self._clients.tell(Update(outcome.seq, outcome.tokens, outcome.reason, cached))
+            self._tell(Update(outcome.seq, outcome.tokens, outcome.reason, cached))
         times.append(self._clock())
         self._unwritten += [*finished, done, timed(plan.step, times)]
 
@@ -331,7 +339,7 @@ class Loop:
             self._flush([StepFailed(plan.step, stage, said, blamed, (), digest)])
             raise
         self.view = after
-        self._count(events)
+        self.counters.events(events)
         self.counters.failed_steps += 1
         self.counters.failures_in_a_row += 1
         self.failure = said
@@ -339,9 +347,7 @@ class Loop:
             StepFailed(plan.step, stage, said, blamed, events, self.view.state.digest)
         )
         for request in blamed:
-            self._clients.tell(
-                Update(request, (), ERROR, error=f"the model could not run this: {said}")
-            )
+            self._tell(Update(request, (), ERROR, error=f"the model could not run this: {said}"))
         if stage != BUILD:
             self._kernel.reset_pages()
             while self._flights:
@@ -370,7 +376,7 @@ class Loop:
             record = RequestCancelled(request, reason)
             self.view = receive(self.view, record)
             records.append(record)
-            self._clients.tell(Update(request, (), reason, error=error))
+            self._tell(Update(request, (), reason, error=error))
         plan = scheduler.plan_step(self.view, self._policy)
         if plan.idle:
             self._flush(records)
@@ -391,20 +397,22 @@ class Loop:
         """Tell every client that its request is over; for when not even `end` can run."""
         self._clients.tell_all(reason, error)
 
-    def _note_shadow(self, step: int, shadow: ShadowReport) -> None:
-        if not shadow.found:
-            return
-        self.counters.shadow_found += shadow.found
-        log.error(
-            "rows found that are not the sequence's",
-            step=step,
-            rows=shadow.found,
-            first=shadow.findings[0] if shadow.findings else None,
-            tape_bytes=None if self._capture is None else self._capture.position,
-        )
+    def _tell(self, update: Update) -> None:
+        if update.finish_reason is not None:
+            self.counters.ended(update.request, update.finish_reason)
+        self._clients.tell(update)
 
-    def _count(self, events: tuple[Event, ...]) -> None:
-        self.counters.preemptions += sum(isinstance(event, Preempted) for event in events)
+    def _diverged(self, before: View, plan: StepPlan, wrong: tuple[Wrong, ...]) -> None:
+        """A step's caches saw something else than the state has: count it and act. Who is given up
+        hears of it before the step's tokens are told: these may be wrong already.
+        """
+        for kind in sorted({it.kind for it in wrong}):
+            self.counters.divergences[kind] += 1
+        position = None if self._capture is None else self._capture.position
+        for request in self._guard.act(before, plan, wrong, position):
+            self._tell(Update(request, (), ERROR, error=sentence(plan.step)))
+        if self._guard.stopped:
+            self.failure = self._guard.stopped
 
     def _flush(self, records: list[Record]) -> None:
         """One write: what waited, then `records`."""
@@ -418,6 +426,7 @@ class Loop:
             return
         try:
             self._capture.write(records)
+            self.counters.capture_bytes = self._capture.bytes_written
         except Exception:
             log.exception("the tape could not be written; serving goes on without it")
             self.counters.capture_failures += 1

@@ -34,7 +34,7 @@ class MemoryCapture:
         self.writes: list[list[Record]] = []
         self.closed = False
         self.checkpoint_due = False
-        self.position = self.gaps = 0
+        self.position = self.bytes_written = self.gaps = 0
 
     @property
     def records(self) -> list[Record]:
