@@ -77,12 +77,12 @@ def _json_lines() -> list[Processor]:
 
 
 def _plain_lines() -> list[Processor]:
-    order = ["timestamp", "level", "event"]
+    order = ["timestamp", "level", "event", "request_id"]
     return [
         _escape_controls,
         structlog.processors.TimeStamper(fmt="iso", utc=False),
         structlog.processors.format_exc_info,
-        structlog.processors.LogfmtRenderer(key_order=order, bool_as_flag=False),
+        structlog.processors.LogfmtRenderer(key_order=order, drop_missing=True, bool_as_flag=False),
     ]
 
 

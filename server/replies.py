@@ -1,7 +1,7 @@
 """Replies: the answers of an Ask as one JSON body, or as a stream of server-sent events.
 
-Owns the response's life and the one log line of each request; on every way out the desk is told
-that the answers are over. What is written is the endpoint's business: its `Shape`.
+Owns the response's life and what the request's log line says of the answers; on every way out the
+desk is told that they are over. What is written is the endpoint's business: its `Shape`.
 
 The status is sent with the first news, so that a request which fails before it gets a status of
 its own; one that fails later gets an error event, and no [DONE].
@@ -9,7 +9,6 @@ its own; one that fails later gets an error event, and no [DONE].
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Iterable
 from typing import Protocol
 
@@ -62,16 +61,11 @@ class Unheard(Response):
 class Exchange:
     """One admitted request and its response."""
 
-    def __init__(
-        self, desk: Desk, answers: list[Answer], shape: Shape, name: str, external_id: str
-    ) -> None:
-        """name: what its log line begins with."""
+    def __init__(self, desk: Desk, answers: list[Answer], shape: Shape, external_id: str) -> None:
         self._desk = desk
         self._answers = answers
         self._shape = shape
-        self._name = name
         self._id = external_id
-        self._started_s = time.monotonic()
 
     async def respond(self, receive: Receive, *, stream: bool) -> Response:
         """Wait for the answers, or for their beginning if they are streamed. Raises ApiError."""

@@ -47,7 +47,7 @@ async def chat_completions(request: Request) -> Response:
     ask = await desk.aside(len(body), ask_of_chat, chat, desk.tokenizer, external_id)
     answers = desk.admit(ask)
     shape = ChatShape(desk, chat, answers, external_id)
-    exchange = Exchange(desk, answers, shape, "chat", external_id)
+    exchange = Exchange(desk, answers, shape, external_id)
     return await exchange.respond(request.receive, stream=bool(chat.stream))
 
 

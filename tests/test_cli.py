@@ -417,14 +417,16 @@ def test_log_lines_in_a_pipe_are_plain_and_one_a_request(folder: Path) -> None:
         assert httpx.get(f"{address}/nothing").status_code == 404
         process.send_signal(signal.SIGTERM)
         _, _, err = outcome(process)
-    chat, refused = (line for line in err.splitlines() if line.startswith("timestamp="))
-    assert re.search(
-        r" level=info event=chat id=chatcmpl-\w+ request=0 answers=1 prompt=21 cached=0 tokens=3 "
-        r"finish=length ms=[0-9]+$",
+    chat, refused = (line for line in err.splitlines() if "event=request" in line)
+    assert re.fullmatch(
+        r"timestamp=\S+ level=info event=request request_id=(\w+) method=POST "
+        r"path=/v1/chat/completions status=200 ms=[0-9]+ id=chatcmpl-\1 request=0 answers=1 "
+        r"prompt=21 cached=0 tokens=3 finish=length",
         chat,
     )
-    assert re.search(
-        r' level=info event=refused status=404 path=/nothing reason="There is no /nothing here."$',
+    assert re.fullmatch(
+        r"timestamp=\S+ level=info event=request request_id=\w+ method=GET path=/nothing "
+        r'status=404 ms=[0-9]+ reason="There is no /nothing here\."',
         refused,
     )
     assert "\x1b" not in err
