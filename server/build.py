@@ -96,6 +96,7 @@ def _make(
         header=_header(settings, loaded, kernel.geometry, policy, flags, device, blas),
         decoder=lambda: Detokenizer(tokenizer),
         vocab_size=loaded.vocab_size,
+        on_divergence=settings.on_divergence,
     )
     return parts, tokenizer
 

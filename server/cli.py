@@ -209,6 +209,7 @@ _METAVARS = {
     "max_header_bytes": "SIZE",
     "scheduling": "ORDER",
     "sanitize": "MODE",
+    "on_divergence": "MODE",
     "api_key": "KEY,...",
     "api_key_file": "PATH",
     "cors_origins": "ORIGIN,...",

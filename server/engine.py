@@ -20,6 +20,7 @@ from statemachine.geometry import Geometry
 from statemachine.records import FlushRequested, Header, RequestArrived, RequestCancelled
 
 from .admission import capacity_tokens, check_pool, refuse
+from .counters import Counters
 from .loop import Arrival, Input, Loop, Parts
 from .policy import Policy
 from .submission import (
@@ -151,6 +152,11 @@ class Engine:
     def view(self) -> View:
         """The scheduler's view after the last step: a value, so safe to read from any thread."""
         return self._opened_loop().view
+
+    @property
+    def counters(self) -> Counters:
+        """What was counted so far; to be read only, from any thread."""
+        return self._opened_loop().counters
 
     @property
     def next_step(self) -> int:

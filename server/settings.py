@@ -24,6 +24,7 @@ PREFIX = "MLXTAPE_"
 NOT_SETTINGS = ("MLXTAPE_CACHE", "MLXTAPE_CONFIG")
 """Variables that other parts read: the folder of fetched models, the TOML file's path."""
 
+GUARD_MODES = ("warn", "abort-request", "stop")
 SANITIZE_MODES = ("edges", "full", "off")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
@@ -76,6 +77,9 @@ class Settings:
     lookup_ngram: int = _setting(3, "tokens at the end of a text that are looked up in it")
     scheduling: str = _setting("fcfs", "fcfs, or priority: the lowest `priority` first")
     sanitize: str = _setting("edges", "rows whose tags are compared each step: edges, full or off")
+    on_divergence: str = _setting(
+        "warn", "a step whose cache is found wrong: warn, abort-request (it and its kin) or stop"
+    )
     max_waiting: int = _setting(1024, "requests that wait at most; one more is refused with 429")
     max_body_bytes: Size = _setting(DEFAULT_BODY, "largest request body")  # noqa: RUF009
     max_header_bytes: Size = _setting(DEFAULT_HEADERS, "all headers of a request")  # noqa: RUF009
@@ -244,7 +248,12 @@ _SECONDS = (
     ("request_timeout_s", 0, 86400),
     ("keep_alive_s", 1, 86400),
 )
-_CHOICES = (("sanitize", SANITIZE_MODES), ("log_level", LOG_LEVELS), ("log_format", LOG_FORMATS))
+_CHOICES = (
+    ("sanitize", SANITIZE_MODES),
+    ("on_divergence", GUARD_MODES),
+    ("log_level", LOG_LEVELS),
+    ("log_format", LOG_FORMATS),
+)
 
 
 def _check_access(settings: Settings) -> None:

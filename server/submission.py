@@ -7,13 +7,17 @@ engine's thread and must not block.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from msgspec import Struct
 
 from kernel.batch import Logprob
 from statemachine.events import Namespace
 from statemachine.records import NO_PARENT, Parameters
+
+if TYPE_CHECKING:
+    from .counters import Counters
+    from .view import View
 
 STOP = "stop"
 LENGTH = "length"
@@ -86,6 +90,14 @@ class EngineApi(Protocol):
     @property
     def context_tokens(self) -> int:
         """The longest prompt + answer that this model and pool can hold."""
+
+    @property
+    def counters(self) -> Counters:
+        """What was counted so far; to be read only."""
+
+    @property
+    def view(self) -> View:
+        """The scheduler's view after the last step: a value, safe to read from any thread."""
 
     def submit(self, submission: Submission, sink: Sink) -> int:
         """Queue a request; returns its id. Raises RequestRefused, EngineStopped."""

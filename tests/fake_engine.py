@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import tokenizers
 
 from kernel.tokenizer import Detokenizer, Tokenizer
+from server.counters import Counters
 from server.submission import (
     CANCELLED,
     ERROR,
@@ -25,6 +26,8 @@ from server.submission import (
     Update,
 )
 from server.text import TextStream
+from server.view import initial
+from statemachine.geometry import Geometry, Group
 
 WAIT_S = 20.0
 END = "<|im_end|>"
@@ -92,6 +95,8 @@ class FakeEngine:
         self.script = script
         self.context_tokens = context_tokens
         self.healthy = True
+        self.counters = Counters()
+        self.view = initial(Geometry(groups=(Group(num_blocks=64),)))
         self.refusal: RequestRefused | None = None
         self.jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.submitted: queue.SimpleQueue[Request] = queue.SimpleQueue()
