@@ -54,6 +54,12 @@ class Piece(Struct, frozen=True):
         return self.sequence.offset - self.rows
 
     @property
+    def target_rows(self) -> range:
+        """Which of the piece's rows predict its targets."""
+        end = len(self.tokens) + self.pending - self.samples
+        return range(end - len(self.targets), end)
+
+    @property
     def sample_positions(self) -> range:
         """The positions that the sampled tokens take: each one after the row it is drawn at."""
         end = self.sequence.offset - self.pads
@@ -83,7 +89,8 @@ class StepResult(Struct, frozen=True):
     """What a step observed and sampled.
 
     sampled: piece numbers that sampled, in batch order, each as often as it has samples; tokens,
-    logits (chosen logit, float32) and margins (top logit minus runner-up, float32): one entry each.
+    logits (chosen logit, float32) and margins (top logit minus runner-up, float32): one entry each,
+    of the logits that the token was chosen from: after penalties, bias and grammar.
     logprobs: empty, or one for each sample, None where nobody asked. scores: by piece number, those
     of its targets. embeddings: by piece number, the hidden state [D] of the last row.
     """
@@ -121,6 +128,10 @@ class Kernel(Protocol):
     @property
     def geometry(self) -> Geometry:
         """Sizes of the pool that the pages were made for."""
+
+    @property
+    def cannot(self) -> Mapping[str, str]:
+        """What no request may ask of it, by the name in Parameters, each with its reason."""
 
     def issue(self, batch: Batch) -> object:
         """Build and start a step; the ticket is for `collect`. Raises BuildFailed or EvalFailed."""

@@ -2,9 +2,11 @@
 
 Owns sampling without logits, failures on order, and the step-pinned driver. Metadata,
 observations and shadow tags are the real ones; a token is a function of the tag that the shadow
-array holds in its row's place (and of seed and position, where the request samples). So a row that
-was issued for other tokens, or written elsewhere, changes the answer; what a row reads beyond
-itself is the shadow's to find. Never keeps a length of its own.
+array holds in its row's place (and of seed and position, where the request samples; and of answer,
+prompt and wishes, where these change what is sampled). So a row that was issued for other tokens,
+or written elsewhere, changes the answer; what a row reads beyond itself is the shadow's to find.
+Log-probabilities, scores and embeddings are made up of the same tags; grammars are not followed.
+Never keeps a length of its own.
 """
 
 from __future__ import annotations
@@ -18,9 +20,9 @@ from msgspec import Struct
 from xxhash import xxh3_64_intdigest
 
 from statemachine.geometry import Geometry
-from statemachine.records import ShadowReport
+from statemachine.records import Parameters, ShadowReport
 
-from .batch import Batch, BuildFailed, EvalFailed, Piece, StepResult
+from .batch import Batch, BuildFailed, EvalFailed, Logprob, Piece, StepResult
 from .metadata import (
     BadBatch,
     CacheUse,
@@ -99,6 +101,11 @@ class FakeKernel:
         """Sizes of the pool."""
         return self._geometry
 
+    @property
+    def cannot(self) -> Mapping[str, str]:
+        """Nothing is refused."""
+        return {}
+
     def issue(self, batch: Batch) -> Ticket:
         """Build a step. Raises BuildFailed: its copies stand, its rows are as before then.
 
@@ -126,12 +133,11 @@ class FakeKernel:
     def _result(self, batch: Batch, metadata: StepMetadata, report: ShadowReport) -> StepResult:
         # Each layer reads the offset, updates and attends once.
         uses = [CacheUse(1, 1, metadata.total_rows, 1, 0)] * self._layers
-        samples = zip(
-            metadata.sampled, metadata.sample_rows.tolist(), metadata.sample_positions, strict=True
-        )
+        rows = iter(zip(metadata.sample_rows.tolist(), metadata.sample_positions, strict=True))
         drawn = [
-            self._draw(batch.pieces[number], position, self._held_tag(metadata, row))
-            for number, row, position in samples
+            self._draw(piece, place, position, self._held_tag(metadata, row))
+            for piece in batch.pieces
+            for place, (row, position) in zip(range(piece.samples), rows, strict=False)
         ]
         tokens = tuple(token for token, _ in drawn)
         self._newest, self._newest_step = last_tokens(metadata, tokens), batch.step
@@ -142,7 +148,42 @@ class FakeKernel:
             tokens=tokens,
             logits=tuple(_fraction(mix) for _, mix in drawn),
             margins=tuple(_fraction(mix >> 24) for _, mix in drawn),
+            logprobs=self._logprobs(batch, metadata, drawn),
+            scores=self._scores(batch, metadata),
+            embeddings={
+                number: tuple(_fraction(self._held_tag(metadata, row) >> shift) for shift in (0, 8))
+                for number, row in zip(metadata.sampled, metadata.sample_rows.tolist(), strict=True)
+                if _parameters(batch.pieces[number]).embed
+            },
         )
+
+    def _logprobs(
+        self, batch: Batch, metadata: StepMetadata, drawn: list[tuple[int, int]]
+    ) -> tuple[Logprob | None, ...]:
+        asked = [_parameters(batch.pieces[number]).logprobs for number in metadata.sampled]
+        if not any(top >= 0 for top in asked):
+            return ()
+        return tuple(
+            self._logprob(token, mix, top) if top >= 0 else None
+            for (token, mix), top in zip(drawn, asked, strict=True)
+        )
+
+    def _scores(self, batch: Batch, metadata: StepMetadata) -> dict[int, tuple[Logprob, ...]]:
+        rows = iter(metadata.score_rows.tolist())
+        return {
+            number: tuple(
+                self._logprob(token, self._held_tag(metadata, row), _parameters(piece).logprobs)
+                for token, row in zip(piece.targets, rows, strict=False)
+            )
+            for number, piece in enumerate(batch.pieces)
+            if piece.targets
+        }
+
+    def _logprob(self, token: int, tag: int, top: int) -> Logprob:
+        """Made up; a tag and a token always have the same."""
+        mix = xxh3_64_intdigest(struct.pack("<QQ", tag, token))
+        others = [((mix + at) % self._vocab_size, -_fraction(mix) - at) for at in range(top)]
+        return Logprob(token, -_fraction(mix >> 8), tuple(others))
 
     def _fails_to_build(self, batch: Batch, failure: Failure | None) -> bool:
         if failure is not None and failure.stage == BUILD:
@@ -171,17 +212,44 @@ class FakeKernel:
         group = next(n for n, spec in enumerate(self._geometry.groups) if spec.paged)
         return int(self._shadow.tags[group][metadata.slots[group, row]])
 
-    def _draw(self, piece: Piece, position: int, tag: int) -> tuple[int, int]:
-        """The token for `position`, and the hash that it came from."""
-        parameters = piece.parameters
-        seed = parameters.seed if parameters is not None and parameters.temperature > 0 else 0
+    def _draw(self, piece: Piece, place: int, position: int, tag: int) -> tuple[int, int]:
+        """The token for `position`, which the piece's sample number `place` fills, and the hash
+        that it came from.
+        """
+        parameters = _parameters(piece)
+        seed = parameters.seed if parameters.temperature > 0 else 0
         mix = xxh3_64_intdigest(struct.pack("<QQQ", tag, seed % 2**64, position if seed else 0))
+        if parameters.logit_bias or parameters.reads_answer:
+            guesses = piece.tokens[len(piece.tokens) - piece.samples + 1 :][:place]
+            answer = piece.answer + guesses if parameters.reads_answer else ()
+            mix = with_wishes(mix, parameters, answer, piece.prompt)
         told = self._script(piece.sequence.id, position) if self._script is not None else None
         if told is not None:
             return told, mix
         if self._end_token is not None and (mix >> 40) % self._end_every == 0:
             return self._end_token, mix
         return mix % self._vocab_size, mix
+
+
+_PLAIN = Parameters(max_tokens=1)
+
+
+def _parameters(piece: Piece) -> Parameters:
+    return piece.parameters or _PLAIN
+
+
+def with_wishes(
+    mix: int, parameters: Parameters, answer: tuple[int, ...], prompt: tuple[int, ...]
+) -> int:
+    """A hash with what a request asks of its logits; prompt: where a repetition penalty counts."""
+    wishes = (
+        parameters.logit_bias,
+        parameters.frequency_penalty,
+        parameters.presence_penalty,
+        parameters.repetition_penalty,
+        parameters.grammar,
+    )
+    return xxh3_64_intdigest(repr((mix, wishes, answer, prompt)).encode())
 
 
 def _fraction(mix: int) -> float:

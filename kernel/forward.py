@@ -17,7 +17,7 @@ from statemachine.records import Observation
 from .caches import PagedCache
 from .context import StepContext
 from .families import body_and_head, layer_groups
-from .metadata import observe
+from .metadata import Longs, observe
 from .pages import PageStep
 
 
@@ -26,10 +26,16 @@ class Forward:
 
     def __init__(self, model: Any, geometry: Geometry) -> None:
         self._body, self._head = body_and_head(model)
+        self._split = self._body is not model
         self._caches = [
             PagedCache(layer, group, geometry.groups[group].window)
             for layer, group in enumerate(layer_groups(model))
         ]
+
+    @property
+    def shows_hidden(self) -> bool:
+        """Whether what the head is fed can be told from its logits."""
+        return self._split
 
     def run(
         self, context: StepContext, pages: PageStep
@@ -39,6 +45,13 @@ class Forward:
         Returns logits [S, vocab] float32 of the sampled rows (None where nothing samples); one
         element that depends on every layer's writes; and what the caches saw.
         """
+        hidden, seen = self.hidden(context, pages)
+        metadata = context.metadata
+        logits = self.logits(hidden, metadata.sample_rows) if metadata.sampled else None
+        return logits, anchor(hidden), seen
+
+    def hidden(self, context: StepContext, pages: PageStep) -> tuple[mx.array, Observation]:
+        """What the head is fed, [T, 1, D], and what the caches saw; writes go into `pages`."""
         metadata = context.metadata
         for cache in self._caches:
             cache.bind(context, pages)
@@ -48,9 +61,22 @@ class Forward:
         finally:
             for cache in self._caches:
                 cache.release()
-        anchor = hidden[-1, -1, :1]
-        if not metadata.sampled:
-            return None, anchor, seen
-        rows = mx.array(metadata.sample_rows.astype(np.uint32))
-        logits = self._head(hidden[rows])[:, -1]
-        return logits.astype(mx.float32), anchor, seen
+        return hidden, seen
+
+    def logits(self, hidden: mx.array, rows: Longs) -> mx.array:
+        """Logits [len(rows), vocab] float32 of some rows."""
+        return self._head(hidden[_index(rows)])[:, -1].astype(mx.float32)
+
+
+def anchor(hidden: mx.array) -> mx.array:
+    """One element that depends on every layer's writes."""
+    return hidden[-1, -1, :1]
+
+
+def hidden_rows(hidden: mx.array, rows: Longs) -> mx.array:
+    """What the head is fed for some rows: [len(rows), D]."""
+    return hidden[_index(rows)][:, -1]
+
+
+def _index(rows: Longs) -> mx.array:
+    return mx.array(rows.astype(np.uint32))

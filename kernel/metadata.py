@@ -50,7 +50,7 @@ class StepMetadata:
     pending_rows: [Q] rows that are fed what the step before sampled last for their sequence, and
     that have token 0 here; pending: [Q] their pieces. sample_rows: [S] rows whose logits are
     sampled; sampled: [S] their pieces, each as often as it has samples; sample_positions: [S] the
-    positions that the samples take.
+    positions that the samples take. score_rows: [N] rows that predict the pieces' targets.
     """
 
     step: int
@@ -72,6 +72,7 @@ class StepMetadata:
     sample_rows: Longs
     sampled: tuple[int, ...]
     sample_positions: tuple[int, ...]
+    score_rows: Longs
     copies: tuple[BlockCopied, ...]
 
     @property
@@ -112,8 +113,8 @@ class CacheUse:
 
 
 def build(batch: Batch, geometry: Geometry) -> StepMetadata:
-    """Lay a batch out. BadBatch where a piece cannot be: no rows, fewer than it has samples, or
-    rows without a block.
+    """Lay a batch out. BadBatch where a piece cannot be: no rows, fewer than it has samples and
+    targets, or rows without a block.
     """
     pieces = batch.pieces
     rows = np.array([piece.rows for piece in pieces], np.int64)
@@ -145,6 +146,7 @@ def build(batch: Batch, geometry: Geometry) -> StepMetadata:
         sample_rows=_sample_rows(pieces, first, sampled),
         sampled=sampled,
         sample_positions=tuple([at for piece in pieces for at in piece.sample_positions]),
+        score_rows=_score_rows(pieces, first),
         copies=batch.copies,
     )
 
@@ -156,6 +158,9 @@ def _check_rows(batch: Batch) -> None:
             raise BadBatch(f"sequence {seq} has no rows to feed in step {batch.step}", seq)
         if piece.samples > rows:
             what = f"{piece.samples} samples are asked of {rows} rows in step {batch.step}"
+            raise BadBatch(f"sequence {seq}: {what}", seq)
+        if piece.targets and piece.target_rows.start < 0:
+            what = f"{len(piece.targets)} scores are asked of {rows} rows in step {batch.step}"
             raise BadBatch(f"sequence {seq}: {what}", seq)
 
 
@@ -204,6 +209,15 @@ def _sample_rows(pieces: tuple[Piece, ...], first: Longs, sampled: tuple[int, ..
         piece = pieces[number]
         end = int(first[number]) + len(piece.tokens) + piece.pending
         rows.extend(range(end - piece.samples, end))
+    return np.array(rows, np.int64)
+
+
+def _score_rows(pieces: tuple[Piece, ...], first: Longs) -> Longs:
+    rows: list[int] = []
+    for number, piece in enumerate(pieces):
+        if piece.targets:
+            begin = int(first[number])
+            rows.extend(begin + row for row in piece.target_rows)
     return np.array(rows, np.int64)
 
 

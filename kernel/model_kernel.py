@@ -24,16 +24,18 @@ from statemachine.geometry import Geometry
 from statemachine.records import Observation, ShadowReport
 
 from . import attention, fastmath
+from .adjusting import Masks, adjusted, asked_of, plan_adjustments
 from .batch import Batch, BuildFailed, EvalFailed, StepResult
 from .context import StepContext
 from .families import check_family, layer_shapes
-from .forward import Forward
+from .forward import Forward, anchor, hidden_rows
 from .metadata import BadBatch, StepMetadata, build, last_tokens, pending_sources
 from .order import Order
 from .pages import Pages, PageStep
 from .probe import probe
 from .sampling import plan_samples, sample
 from .shadow import EDGES, Shadow
+from .telling import Telling, plan_telling, read, tell
 
 
 @frozen(eq=False)
@@ -41,8 +43,8 @@ class Ticket:
     """A step under way: what is known already, and arrays that are being computed.
 
     number: the order of issue. outputs: all that goes to eval, never a page array: tokens, logits
-    and margins, or the forward's anchor where nothing samples. Emptied by a failure, so that no
-    one's ticket holds on to a graph.
+    and margins, or the forward's anchor where nothing samples; then what `telling` asks for.
+    Emptied by a failure, so that no one's ticket holds on to a graph.
     """
 
     number: int
@@ -50,6 +52,7 @@ class Ticket:
     observation: Observation
     shadow: ShadowReport
     outputs: list[mx.array]
+    telling: Telling | None
 
 
 @frozen(eq=False)
@@ -60,6 +63,7 @@ class _Built:
     pages: PageStep
     observation: Observation
     outputs: list[mx.array]
+    telling: Telling | None
 
 
 @frozen(eq=False)
@@ -73,16 +77,24 @@ class _Newest:
 class ModelKernel:
     """A Kernel over an mlx-lm model.
 
-    `geometry` must have the groups of `families.groups_for`. `sanitize` is the shadow's mode. With
-    `check`, a few tokens run over the pages first and must agree with mlx-lm's own caches;
-    raises ModelError where they do not, or where the architecture is none that is served.
+    `geometry` must have the groups of `families.groups_for`. `sanitize` is the shadow's mode.
+    `masks` knows grammars; without it requests that have one cannot be built. With `check`, a few
+    tokens run over the pages first and must agree with mlx-lm's own caches; raises ModelError where
+    they do not, or where the architecture is none that is served.
     """
 
     def __init__(
-        self, model: Any, geometry: Geometry, *, sanitize: str = EDGES, check: bool = True
+        self,
+        model: Any,
+        geometry: Geometry,
+        *,
+        sanitize: str = EDGES,
+        masks: Masks | None = None,
+        check: bool = True,
     ) -> None:
         check_family(model)
         self._geometry = geometry
+        self._masks = masks
         self._vocab = int(model.args.vocab_size)
         shapes = layer_shapes(model)
         attention.install()
@@ -100,6 +112,11 @@ class ModelKernel:
     @property
     def geometry(self) -> Geometry:
         return self._geometry
+
+    @property
+    def cannot(self) -> Mapping[str, str]:
+        """What no request may ask of it, by the name in Parameters, each with its reason."""
+        return lacking(self._masks, self._forward.shows_hidden)
 
     @property
     def pages_bytes(self) -> int:
@@ -134,16 +151,17 @@ class ModelKernel:
             ticket.outputs.clear()
             raise
         failure = ""
-        columns: list[list[Any]] = [[], [], []]
+        columns: list[Any] = []
+        sampled = 3 if ticket.metadata.sampled else 0
         try:
             mx.eval(ticket.outputs)
-            if ticket.metadata.sampled:
-                columns = [np.array(array).tolist() for array in ticket.outputs]
+            columns = [np.array(array).tolist() for array in ticket.outputs[:sampled]]
         except Exception as error:
             failure = describe(error)
         if failure:
             self._fail(ticket.outputs, failure)
-        tokens, logits, margins = columns
+        tokens, logits, margins = columns or ([], [], [])
+        told = read(ticket.telling, tokens, map(np.array, ticket.outputs[sampled or 1 :]))
         self._shadow.learn(ticket.metadata.step, last_tokens(ticket.metadata, tokens))
         return StepResult(
             observation=ticket.observation,
@@ -152,6 +170,9 @@ class ModelKernel:
             tokens=tuple(tokens),
             logits=tuple(logits),
             margins=tuple(margins),
+            logprobs=told.logprobs,
+            scores=told.scores,
+            embeddings=told.embeddings,
         )
 
     def reset_pages(self) -> None:
@@ -179,14 +200,27 @@ class ModelKernel:
         self._check_tokens(batch, metadata)
         context = StepContext(metadata, self._fed(metadata))
         pages = self._pages.begin()
-        logits, anchor, observation = self._forward.run(context, pages)
-        outputs = [anchor]
-        if logits is not None:
+        hidden, observation = self._forward.hidden(context, pages)
+        logits, tokens, outputs = None, None, [anchor(hidden)]
+        if metadata.sampled:
             asked = [batch.pieces[i].parameters for i in metadata.sampled]
             plan = plan_samples(zip(asked, metadata.sample_positions, strict=True))
-            samples = sample(logits, plan)
+            changes = plan_adjustments(asked_of(batch.pieces), plan.rows, self._vocab, self._masks)
+            logits = self._forward.logits(hidden, metadata.sample_rows)
+            samples = sample(adjusted(logits, changes), plan)
             outputs = [samples.tokens, samples.logits, samples.margins]
-        return _Built(metadata, pages, observation, outputs)
+            tokens = samples.tokens
+        telling = plan_telling(batch.pieces)
+        if telling is not None:
+            outputs += tell(
+                telling,
+                logits,
+                tokens,
+                metadata.score_rows,
+                lambda rows: self._forward.logits(hidden, rows),
+                lambda numbers: hidden_rows(hidden, metadata.sample_rows[numbers]),
+            )
+        return _Built(metadata, pages, observation, outputs, telling)
 
     def _fed(self, metadata: StepMetadata) -> mx.array | None:
         """Tokens of the pending rows, [Q], from the newest step's, which may still run."""
@@ -220,7 +254,7 @@ class ModelKernel:
             self._fail(outputs, failure)
         places = last_tokens(metadata, range(len(metadata.sampled)))
         self._newest = _Newest(outputs[0], places) if places else _Newest()
-        return Ticket(number, metadata, built.observation, report, outputs)
+        return Ticket(number, metadata, built.observation, report, outputs, built.telling)
 
     def _fail(self, outputs: list[mx.array], failure: str) -> NoReturn:
         """The pages are lost: let go of all that holds on to a graph. Raises EvalFailed."""
@@ -228,6 +262,16 @@ class ModelKernel:
         self._newest = _Newest()
         self._order.fail()
         raise EvalFailed(failure)
+
+
+def lacking(masks: Masks | None, shows_hidden: bool) -> dict[str, str]:
+    """What a kernel cannot do for a request (batch.Kernel.cannot)."""
+    reasons = {}
+    if masks is None:
+        reasons["grammar"] = "this engine was built without a tokenizer, which grammars need"
+    if not shows_hidden:
+        reasons["embed"] = "this model's last hidden state cannot be told from its logits"
+    return reasons
 
 
 def describe(error: Exception) -> str:

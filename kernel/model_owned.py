@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import mlx.core as mx
@@ -26,12 +27,15 @@ from statemachine.geometry import OPAQUE, Geometry
 from statemachine.records import Observation, ShadowReport
 
 from . import fastmath
+from .adjusting import Masks, adjusted, asked_of, plan_adjustments
 from .batch import Batch, BuildFailed, EvalFailed, Piece, StepResult
 from .errors import ModelError
-from .model_kernel import describe
+from .metadata import BadBatch
+from .model_kernel import describe, lacking
 from .owned_caches import OwnedCaches
 from .owned_probe import cut, probe
 from .sampling import plan_samples, sample
+from .telling import Telling, plan_telling, read, tell
 
 NOT_COUNTED = (0, 0)
 """Reads, updates and calls of attention are mlx-lm's own here, and nobody counts them."""
@@ -42,11 +46,14 @@ _USERS: weakref.WeakValueDictionary[int, ModelOwnedKernel] = weakref.WeakValueDi
 
 @frozen(eq=False)
 class Ticket:
-    """A step under way. outputs: what goes to eval; samples first where there are any."""
+    """A step under way. outputs: what goes to eval; samples first where there are any, then what
+    `telling` asks for.
+    """
 
     observation: Observation
     sampled: tuple[int, ...]
     outputs: list[mx.array]
+    telling: Telling | None
 
 
 class ModelOwnedKernel:
@@ -56,7 +63,9 @@ class ModelOwnedKernel:
     does not give the same logits in pieces as at once.
     """
 
-    def __init__(self, model: Any, geometry: Geometry, *, check: bool = True) -> None:
+    def __init__(
+        self, model: Any, geometry: Geometry, *, masks: Masks | None = None, check: bool = True
+    ) -> None:
         if [group.kind for group in geometry.groups] != [OPAQUE]:
             kinds = ", ".join(group.kind for group in geometry.groups)
             raise ModelError(
@@ -66,6 +75,7 @@ class ModelOwnedKernel:
         _claim(model, self)
         self._model = model
         self._geometry = geometry
+        self._masks = masks
         self._held: OwnedCaches | None = None
         if mx.default_device() == mx.Device(mx.cpu):
             fastmath.install()
@@ -76,6 +86,11 @@ class ModelOwnedKernel:
     @property
     def geometry(self) -> Geometry:
         return self._geometry
+
+    @property
+    def cannot(self) -> Mapping[str, str]:
+        """What no request may ask of it, by the name in Parameters, each with its reason."""
+        return lacking(self._masks, self._body is not self._model)
 
     def issue(self, batch: Batch) -> Ticket:
         """Build and start a step of one piece. Raises BuildFailed or EvalFailed."""
@@ -95,6 +110,8 @@ class ModelOwnedKernel:
         ticket, failure = None, ""
         try:
             ticket = self._build(held, piece, before)
+        except BadBatch as error:
+            failure = str(error)
         except Exception as error:
             failure = describe(error)
         if ticket is None:
@@ -106,17 +123,18 @@ class ModelOwnedKernel:
         """Wait for a step's sample. Raises EvalFailed."""
         assert isinstance(ticket, Ticket)
         failure = ""
-        columns: list[list[Any]] = [[], [], []]
+        columns: list[Any] = []
+        sampled = 3 if ticket.sampled else 0
         try:
             mx.eval(ticket.outputs)
-            if ticket.sampled:
-                columns = [np.array(array).tolist() for array in ticket.outputs]
+            columns = [np.array(array).tolist() for array in ticket.outputs[:sampled]]
         except Exception as error:
             failure = describe(error)
         if failure:
             ticket.outputs.clear()
             raise EvalFailed(failure)
-        tokens, logits, margins = columns
+        tokens, logits, margins = columns or ([], [], [])
+        told = read(ticket.telling, tokens, map(np.array, ticket.outputs[sampled:]))
         return StepResult(
             observation=ticket.observation,
             shadow=ShadowReport(),
@@ -124,6 +142,9 @@ class ModelOwnedKernel:
             tokens=tuple(tokens),
             logits=tuple(logits),
             margins=tuple(margins),
+            logprobs=told.logprobs,
+            scores=told.scores,
+            embeddings=told.embeddings,
         )
 
     def reset_pages(self) -> None:
@@ -171,13 +192,30 @@ class ModelOwnedKernel:
         return [offsets[number] for number in self._counted]
 
     def _build(self, held: OwnedCaches, piece: Piece, before: list[int]) -> Ticket:
-        rows = held.feed(self._body, mx.array([piece.tokens]))
+        changes = plan_adjustments(asked_of([piece]), piece.samples, self._vocab, self._masks)
+        hidden = held.feed(self._body, mx.array([piece.tokens]))[0]
         seen = _observe(piece, before, self._offsets(held))
-        if not piece.samples:
-            return Ticket(seen, (), [])
-        plan = plan_samples([(piece.parameters, piece.sample_positions[0])])
-        drawn = sample(self._head(rows[:, -1:])[0].astype(mx.float32), plan)
-        return Ticket(seen, (0,), [drawn.tokens, drawn.logits, drawn.margins])
+        logits, tokens, outputs = None, None, list[mx.array]()
+        if piece.samples:
+            logits = self._logits(hidden[-1:])
+            plan = plan_samples([(piece.parameters, piece.sample_positions[0])])
+            drawn = sample(adjusted(logits, changes), plan)
+            tokens, outputs = drawn.tokens, [drawn.tokens, drawn.logits, drawn.margins]
+        telling = plan_telling([piece])
+        if telling is not None:
+            outputs += tell(
+                telling,
+                logits,
+                tokens,
+                np.array(piece.target_rows, np.int64),
+                lambda rows: self._logits(hidden[mx.array(rows.astype(np.uint32))]),
+                lambda _: hidden[-1:],
+            )
+        return Ticket(seen, (0,) * piece.samples, outputs, telling)
+
+    def _logits(self, hidden: mx.array) -> mx.array:
+        """Logits [n, vocab] float32 of rows [n, D]."""
+        return self._head(hidden[None])[0].astype(mx.float32)
 
     def _start(self, held: OwnedCaches, ticket: Ticket) -> Ticket:
         """Hand the graph to MLX, with all that the caches hold: not all of it leads to a sample."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from typing import Any
@@ -123,6 +123,11 @@ class Tokenizer:
     def chat_template(self) -> str:
         """The template's source; empty where there is none."""
         return self._template or ""
+
+    @property
+    def added_tokens(self) -> Collection[str]:
+        """The texts of all added tokens, special ones and others."""
+        return self._added.keys()
 
     def added_token(self, text: str) -> int | None:
         """The id of the added token (special or not) that is spelled `text`."""

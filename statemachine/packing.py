@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from . import records as rec
 from . import wire
@@ -48,7 +48,7 @@ def _pack_done(tracker: Tracker, record: rec.StepDone) -> Struct:
     every = record.sampled == tuple(range(len(pieces.seqs)))
     tracker.sampled(pieces, None if every else record.sampled, record.tokens)
     events = pack_events(tracker, record.step, record.events)
-    return wire.StepDone(
+    done = wire.StepDone(
         step=record.step,
         observation=observation,
         shadow=record.shadow,
@@ -60,9 +60,18 @@ def _pack_done(tracker: Tracker, record: rec.StepDone) -> Struct:
         offsets=pack_column(record.offsets, tracker.expected_offsets(pieces)),
         digest=record.digest,
     )
+    if not (record.scored or record.scores):
+        return done
+    return wire.StepScored(done, pack_ints(record.scored), pack_floats(record.scores))
 
 
-def _unpack_done(tracker: Tracker, packed: wire.StepDone) -> rec.Record:
+def _unpack_scored(tracker: Tracker, packed: wire.StepScored) -> rec.Record:
+    done = _unpack_done(tracker, packed.done)
+    scored, scores = unpack_ints(packed.scored), unpack_floats(packed.scores)
+    return structs.replace(done, scored=scored, scores=scores)
+
+
+def _unpack_done(tracker: Tracker, packed: wire.StepDone) -> rec.StepDone:
     pieces = tracker.steps.pop(packed.step, _NO_PIECES)
     observation = unpack_observation(tracker, pieces, packed.observation)
     every = packed.sampled is None
@@ -257,7 +266,10 @@ _RECORDS: dict[type[Struct], tuple[type[Struct], _RecordPacker, _RecordPacker]] 
     ),
 }
 _PACKERS = {kind: pack for kind, (_, pack, _) in _RECORDS.items()}
-_UNPACKERS = {packed: unpack for packed, _, unpack in _RECORDS.values()}
+_UNPACKERS: dict[type[Struct], _RecordPacker] = {
+    **{packed: unpack for packed, _, unpack in _RECORDS.values()},
+    wire.StepScored: _unpack_scored,
+}
 
 
 def pack_record(tracker: Tracker, record: rec.Record) -> Any:

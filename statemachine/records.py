@@ -191,7 +191,10 @@ class StepDone(Struct, frozen=True, tag=True, omit_defaults=True):
 
     sampled: piece numbers (batch order) that sampled, each as often as it has samples (a piece that
     verifies drafts has several); tokens, logits, margins: one for each of them: the token, its
-    logit, and how far it stood above the runner-up (float32).
+    logit, and how far the best stood above the runner-up (float32), of the logits that it was
+    chosen from: after penalties, bias and grammar.
+    scored: piece numbers that scored prompt tokens, each as often as it did; scores: the
+    log-probability (natural, float32) of each of these tokens, in the order of their positions.
     offsets: the offset of each piece's sequence after the closing events (-1: closed);
     digest: of the state after them.
     """
@@ -206,6 +209,8 @@ class StepDone(Struct, frozen=True, tag=True, omit_defaults=True):
     events: tuple[Event, ...]
     offsets: tuple[int, ...]
     digest: int
+    scored: tuple[int, ...] = ()
+    scores: tuple[float, ...] = ()
 
 
 class StepFailed(Struct, frozen=True, tag=True, omit_defaults=True):

@@ -180,6 +180,14 @@ class StepDone(Struct, frozen=True, array_like=True, tag=6):
     digest: int
 
 
+class StepScored(Struct, frozen=True, array_like=True, tag=13):
+    """A StepDone that scored prompt tokens."""
+
+    done: StepDone
+    scored: Column
+    scores: FloatColumn
+
+
 class StepFailed(Struct, frozen=True, array_like=True, tag=7):
     step: int
     stage: str
@@ -222,4 +230,4 @@ TapeEnded = _plain(rec.TapeEnded, 11)
 FlushRequested = _plain(rec.FlushRequested, 12)
 
 WireRecord: Any = Header | RequestArrived | RequestCancelled | Finished | StepPlanned | StepDone
-WireRecord |= StepFailed | StepTimed | Gap | Checkpoint | TapeEnded | FlushRequested
+WireRecord |= StepFailed | StepTimed | Gap | Checkpoint | TapeEnded | FlushRequested | StepScored

@@ -1,0 +1,178 @@
+"""Adjusting: what a request's parameters do to logits before a token is chosen.
+
+In this order: repetition penalty, then frequency and presence penalty and bias, then the grammar's
+mask. Each row by itself and element by element, so that neighbours change nothing; where no row
+asks, nothing is computed. Counts and masks are worked out on the host, from what a row is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+from attrs import frozen
+from msgspec import Struct
+
+from statemachine.records import Parameters
+
+from .batch import Piece
+from .metadata import BadBatch
+
+Floats = npt.NDArray[np.float32]
+Longs = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint32]
+
+MASKED = -1e30
+"""The logit of a token that a grammar forbids: finite, so that no margin is infinite."""
+WORD_BITS = 32
+
+
+class GrammarFailed(Exception):
+    """An answer cannot go on under its grammar; the text is one sentence."""
+
+
+class Masks(Protocol):
+    """Who knows which tokens a grammar allows next (grammar.Grammars)."""
+
+    def allowed(
+        self, seq: int, parameters: Parameters, answer: tuple[int, ...], certain: int, width: int
+    ) -> Words | None:
+        """Packed bits of the tokens that may follow an answer, lowest bit first: [width] words.
+
+        None where the answer breaks the grammar behind its first `certain` tokens. Raises
+        GrammarFailed.
+        """
+
+
+class Asked(Struct, frozen=True):
+    """A sample that asks for more than its own logits: its number in the step, its parameters, the
+    answer before it, of which the first `certain` tokens are no guesses, and the prompt.
+    """
+
+    row: int
+    seq: int
+    parameters: Parameters
+    answer: tuple[int, ...] = ()
+    certain: int = 0
+    prompt: tuple[int, ...] = ()
+
+
+@frozen(eq=False)
+class Changes:
+    """Logits that change, [N]: their rows and tokens; what divides them (or multiplies, where
+    negative), and what is added then.
+    """
+
+    rows: Longs
+    tokens: Longs
+    divisor: Floats
+    added: Floats
+
+
+@frozen(eq=False)
+class Adjustments:
+    """words: packed masks of all rows, [S, W], or None where no row has a grammar."""
+
+    changes: Changes | None
+    words: Words | None
+
+
+def asked_of(pieces: Iterable[Piece]) -> list[Asked]:
+    """The samples of a step that ask for something, in batch order."""
+    found: list[Asked] = []
+    row = 0
+    for piece in pieces:
+        parameters = piece.parameters
+        if piece.samples and parameters is not None:
+            asks = parameters.logit_bias or parameters.reads_answer
+            found += _samples(piece, parameters, row) if asks else []
+        row += piece.samples
+    return found
+
+
+def _samples(piece: Piece, parameters: Parameters, row: int) -> list[Asked]:
+    seq, certain = piece.sequence.id, len(piece.answer)
+    if piece.pending and parameters.reads_answer:
+        raise BadBatch(f"sequence {seq} is sampled before all of its answer is known", seq)
+    guesses = piece.tokens[len(piece.tokens) - piece.samples + 1 :] if piece.samples > 1 else ()
+    return [
+        Asked(row + place, seq, parameters, piece.answer + guesses[:place], certain, piece.prompt)
+        for place in range(piece.samples)
+    ]
+
+
+def plan_adjustments(
+    asked: Sequence[Asked], rows: int, vocab: int, masks: Masks | None
+) -> Adjustments | None:
+    """What `asked` samples of a step's `rows` want; None where they want nothing.
+
+    Raises BadBatch where a grammar cannot be followed.
+    """
+    changed = [_changes(it) for it in asked if it.parameters.logit_bias or it.parameters.penalised]
+    words = _masks(asked, rows, vocab, masks)
+    if not any(len(it.tokens) for it in changed):
+        return None if words is None else Adjustments(None, words)
+    columns = (
+        np.concatenate([getattr(it, name) for it in changed])
+        for name in ("rows", "tokens", "divisor", "added")
+    )
+    return Adjustments(Changes(*columns), words)
+
+
+def adjusted(logits: mx.array, adjustments: Adjustments | None) -> mx.array:
+    """Logits [S, vocab] float32 as a token is chosen from them; the given ones where none asks."""
+    if adjustments is None:
+        return logits
+    count, vocab = logits.shape
+    changes = adjustments.changes
+    if changes is not None:
+        places = mx.array((changes.rows * vocab + changes.tokens).astype(np.uint32))
+        divisor, flat = mx.array(changes.divisor), logits.reshape(-1)
+        found = flat[places]
+        found = mx.where(found > 0, found / divisor, found * divisor) + mx.array(changes.added)
+        logits = mx.put_along_axis(flat, places, found, axis=0).reshape(count, vocab)
+    if adjustments.words is not None:
+        bits = mx.array(adjustments.words)[:, :, None] >> mx.arange(WORD_BITS, dtype=mx.uint32)
+        allowed = (bits & 1).astype(mx.bool_).reshape(count, -1)[:, :vocab]
+        logits = mx.where(allowed, logits, MASKED)
+    return logits
+
+
+def _changes(asked: Asked) -> Changes:
+    """What one row asks for; only the repetition penalty looks at the prompt too."""
+    parameters = asked.parameters
+    bias = np.array([token for token, _ in parameters.logit_bias], np.int64)
+    said, repeated = bias[:0], bias[:0]
+    if parameters.penalised:
+        said = np.array(asked.answer, np.int64)
+    if parameters.repetition_penalty != 1.0:
+        repeated = np.concatenate([said, np.array(asked.prompt, np.int64)])
+    tokens = np.unique(np.concatenate([bias, said, repeated]))
+    counts = np.bincount(np.searchsorted(tokens, said), minlength=len(tokens))
+    added = -parameters.frequency_penalty * counts - parameters.presence_penalty * (counts > 0)
+    np.add.at(added, np.searchsorted(tokens, bias), [value for _, value in parameters.logit_bias])
+    divisor = np.ones(len(tokens), np.float32)
+    divisor[np.searchsorted(tokens, repeated)] = parameters.repetition_penalty
+    rows = np.full(len(tokens), asked.row)
+    return Changes(rows, tokens, divisor, added.astype(np.float32))
+
+
+def _masks(asked: Sequence[Asked], rows: int, vocab: int, masks: Masks | None) -> Words | None:
+    held = [it for it in asked if it.parameters.grammar]
+    if not held:
+        return None
+    width = -(-vocab // WORD_BITS)
+    words = np.full((rows, width), 2**WORD_BITS - 1, np.uint32)
+    for it in held:
+        if masks is None:
+            raise BadBatch("this engine was built without grammars", it.seq)
+        try:
+            allowed = masks.allowed(it.seq, it.parameters, it.answer, it.certain, width)
+        except GrammarFailed as error:
+            raise BadBatch(f"the grammar cannot be followed: {error}", it.seq) from error
+        if allowed is not None:
+            words[it.row] = allowed
+    return words
