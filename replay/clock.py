@@ -29,11 +29,11 @@ class Clock:
             self._last_us = max(0, sum(record.parts_us.values()))
             if record.step == self._answered:
                 self._end(self._last_us)
-        elif isinstance(record, StepPlanned):
-            self.settle()
+            return
+        self.settle()
+        if isinstance(record, StepPlanned):
             self._starts[record.step] = self.now
         elif isinstance(record, StepDone | StepFailed):
-            self.settle()
             self._answered = record.step
 
     def start(self, step: int) -> int:

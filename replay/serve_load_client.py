@@ -273,22 +273,29 @@ async def events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     (httpx's own lines end at U+2028 too, which may stand inside of an answer.) Source: WHATWG HTML,
     9.2.6.
     """
-    held, data, size = bytearray(), list[bytes](), 0
+    data: list[bytes] = []
+    async for line in _lines(pieces):
+        if line.startswith(b"data:"):
+            data.append(line[5:].removeprefix(b" "))
+        elif not line and data:
+            yield b"\n".join(data)
+            data = []
+    if data:
+        yield b"\n".join(data)
+
+
+async def _lines(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    held, size = bytearray(), 0
     async for piece in pieces:
         held += piece
         size += len(piece)
         if size > ANSWER_BYTES:
             raise Failed("stream", f"the answer is longer than {ANSWER_BYTES >> 20} MiB")
-        *lines, rest = held.split(b"\n") if b"\n" in piece else [held]
-        held = rest
-        for line in (bytes(it).removesuffix(b"\r") for it in lines):
-            if line.startswith(b"data:"):
-                data.append(line[5:].removeprefix(b" "))
-            elif not line and data:
-                yield b"\n".join(data)
-                data = []
-    if data:
-        yield b"\n".join(data)
+        if b"\n" in piece:
+            *lines, held = held.split(b"\n")
+            for line in lines:
+                yield bytes(line).removesuffix(b"\r")
+    yield bytes(held)
 
 
 def _since_us(sent_s: float) -> int:

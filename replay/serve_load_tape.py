@@ -128,13 +128,9 @@ class Load:
         yield from self._release()
 
     def _feed(self, record: Record) -> Iterator[Item]:
-        if not isinstance(record, StepTimed):
-            self._clock.settle()  # nobody says how long the step before this took
-            self._note_end()
         self._clock.feed(record)
-        if isinstance(record, StepTimed):
-            self.timed = True
-            self._note_end()
+        self.timed = self.timed or isinstance(record, StepTimed)
+        self._note_end()
         yield from self._release()
         if isinstance(record, Header):
             self._require_prompts(record)
