@@ -125,6 +125,11 @@ class Tokenizer:
         return self._template or ""
 
     @property
+    def special_tokens(self) -> frozenset[int]:
+        """The ids of added tokens that no text is encoded to but their own."""
+        return self._special
+
+    @property
     def added_tokens(self) -> Collection[str]:
         """The texts of all added tokens, special ones and others."""
         return self._added.keys()
