@@ -1,0 +1,199 @@
+"""Dialect: how one model's chat template wants to be spoken to, and how its answers are read.
+
+Owns what is found out about a template: by its markers, and by rendering it with a tool and a call
+made up for it. Never looks at a model's name. Makes prompts, splitters and grammars for requests.
+
+A template that does not show tools (SmolLM2's) gets them in Hermes' words in the system message;
+calls and their results then stand in the messages' text, in Hermes' words too.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import string
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from attrs import frozen
+
+from kernel.errors import TemplateError
+from kernel.tokenizer import Tokenizer
+
+from . import hermes
+from .harmony import HarmonySplitter
+from .parts import PlainSplitter, Splitter
+from .reasoning import ReasoningMarkers, ReasoningSplitter, reasoning_markers
+from .tool_bodies import Calls
+from .tool_formats import HARMONY, HERMES, Format, format_of
+from .tools import AUTO, OneCall, Tool, ToolChoice, ToolSplitter
+from .wire import ApiError
+
+Turn = Mapping[str, Any]
+"""A message as templates take it, in OpenAI's shape; a call's arguments are JSON text."""
+
+SHORT_ID_CHARACTERS = 9
+
+
+@frozen
+class Prompt:
+    """A rendered conversation: its tokens, the grammar of what must follow ("" for anything), and
+    what makes a splitter for each of its answers.
+    """
+
+    tokens: tuple[int, ...]
+    grammar: str
+    splitter: Callable[[], Splitter]
+
+
+@frozen
+class Dialect:
+    """See the module. shows_tools: the template does; json_arguments: it wants JSON text there."""
+
+    tokenizer: Tokenizer
+    format: Format
+    reasoning: ReasoningMarkers | None
+    shows_tools: bool
+    json_arguments: bool
+
+    def prompt(
+        self,
+        turns: Sequence[Turn],
+        tools: Sequence[Tool] = (),
+        choice: ToolChoice = AUTO,
+        *,
+        parallel: bool = True,
+        **extra: Any,
+    ) -> Prompt:
+        """The prompt of `turns`; `extra` are template variables. Raises ApiError (400, messages).
+
+        choice none leaves the tools out. parallel false: one call at most.
+        """
+        offered = () if choice.kind == "none" else tuple(tools)
+        text = self.render(turns, offered, **extra)
+        tokens = tuple(self.tokenizer.encode(text, add_special_tokens=False))
+        if not tokens:
+            raise ApiError("The messages make an empty prompt; send some text.", param="messages")
+        opened = self.reasoning is not None and self.reasoning.opened_by(text)
+        grammar = ""
+        if choice.kind == "required":
+            called = [tool for tool in offered if choice.name in ("", tool.name)]
+            grammar = self._grammar(called, opened, many=parallel and not choice.name)
+
+        def splitter() -> Splitter:
+            return self._splitter(offered, opened, parallel)
+
+        return Prompt(tokens, grammar, splitter)
+
+    def render(self, turns: Sequence[Turn], tools: Sequence[Tool] = (), **extra: Any) -> str:
+        """The prompt's text. Raises ApiError (400, messages)."""
+        if self.shows_tools:
+            turns = [self._with_arguments(turn, index) for index, turn in enumerate(turns)]
+            if tools:
+                extra["tools"] = [tool.for_template() for tool in tools]
+        else:
+            turns = hermes.in_words(turns, tools)
+        try:
+            return self.tokenizer.render_chat(turns, **extra)
+        except TemplateError as error:
+            reason = str(error)
+            message = reason[:1].upper() + reason[1:].rstrip(".") + "."
+            raise ApiError(message, param="messages") from None
+
+    def _with_arguments(self, turn: Turn, index: int) -> Turn:
+        """The turn with its calls' arguments as the template wants them."""
+        if self.json_arguments or not turn.get("tool_calls"):
+            return turn
+        calls = []
+        for at, call in enumerate(turn["tool_calls"]):
+            function = call["function"]
+            try:
+                arguments = json.loads(function["arguments"] or "{}")
+            except ValueError:
+                arguments = None
+            if not isinstance(arguments, dict):
+                param = f"messages[{index}].tool_calls[{at}].function.arguments"
+                raise ApiError(f"{param} must be the text of a JSON object.", param=param)
+            calls.append({**call, "function": {**function, "arguments": arguments}})
+        return {**turn, "tool_calls": calls}
+
+    def _splitter(self, tools: Sequence[Tool], opened: bool, parallel: bool) -> Splitter:
+        schemas = {tool.name: tool.parameters for tool in tools}
+        inner: Splitter = PlainSplitter()
+        if self.format is HARMONY:
+            inner = HarmonySplitter(schemas, self._new_id)
+        elif tools:
+            form, calls = self.format, Calls(schemas, self._new_id)
+            inner = ToolSplitter(form.begin, form.noise, form.body, calls, bare=form.bare)
+        if tools and not parallel:
+            inner = OneCall(inner)
+        if self.reasoning is None or self.format is HARMONY:
+            return inner
+        return ReasoningSplitter(self.reasoning, inner, opened=opened)
+
+    def _new_id(self) -> str:
+        if not self.format.short_ids:
+            return "call_" + secrets.token_hex(12)
+        letters = string.ascii_letters + string.digits
+        return "".join(secrets.choice(letters) for _ in range(SHORT_ID_CHARACTERS))
+
+    def _grammar(self, tools: Sequence[Tool], opened: bool, *, many: bool) -> str:
+        """A call must follow; a model that thinks may do so before."""
+        rules = [self.format.grammar(tools, self.spell, many=many)]
+        start = "calls"
+        if self.format is HARMONY:
+            start = f"thought? {start}"
+            head = self.spell("<|channel|>analysis<|message|>")
+            end = self.spell("<|end|><|start|>assistant")
+            rules.append(f"thought: {head} /(.|\\n)*/ {end}")
+        elif self.reasoning is not None:
+            begin, end = map(self.spell, self.reasoning)
+            start = f"thought {start}" if opened else f"({begin} thought)? {start}"
+            rules.append(f"thought: /(.|\\n)*/ {end} /\\n*/")
+        return json.dumps({"lark": "\n".join([f"start: {start}", *rules])})
+
+    def spell(self, text: str) -> str:
+        """`text` as Lark terms, its markers as the tokens that they are."""
+        markers = sorted(self._markers(text), key=len, reverse=True)
+        for marker in markers:
+            if (token := self.tokenizer.added_token(marker)) is not None:
+                before, _, behind = text.partition(marker)
+                return f"{self.spell(before)} <[{token}]> {self.spell(behind)}".strip()
+        return json.dumps(text, ensure_ascii=False) if text else ""
+
+    def _markers(self, text: str) -> list[str]:
+        return [name for name in self.tokenizer.added_tokens if name in text]
+
+
+@lru_cache(maxsize=8)
+def dialect_of(tokenizer: Tokenizer) -> Dialect:
+    """What this tokenizer's chat template speaks; found out once."""
+    tool = Tool("probe_tool", "", {"type": "object", "properties": {"probe_key": {}}})
+    shows_tools = "probe_tool" in _probe(tokenizer, [_ASK], tools=[tool.for_template()])
+    as_object = _probe(tokenizer, [_ASK, _call({"probe_key": 1})])
+    as_text = _probe(tokenizer, [_ASK, _call('{"probe_key": 1}')])
+    form = format_of(tokenizer.chat_template)
+    return Dialect(
+        tokenizer,
+        form if shows_tools or form is HARMONY else HERMES,
+        reasoning_markers(tokenizer),
+        shows_tools,
+        '"probe_key"' not in as_object and '"probe_key"' in as_text,
+    )
+
+
+_ASK = {"role": "user", "content": "probe"}
+
+
+def _call(arguments: object) -> dict[str, Any]:
+    function = {"name": "probe_tool", "arguments": arguments}
+    call = {"id": "probe0000", "type": "function", "function": function}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def _probe(tokenizer: Tokenizer, turns: Sequence[Turn], **extra: Any) -> str:
+    try:
+        return tokenizer.render_chat(turns, **extra)
+    except TemplateError:
+        return ""

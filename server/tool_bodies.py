@@ -1,0 +1,331 @@
+"""Bodies of tool calls: what stands behind a format's opening marker, read piece by piece.
+
+Owns the readers, one a kind of notation. A reader tells calls to a `Calls` and says where its
+notation ends; it never sees what stands before or behind. Where the text cannot be a call of a
+known tool it raises NotACall, which is allowed only before it told any call.
+
+Arguments leave as the model wrote them once their call is known by name: nobody can take back what
+was streamed. Only control characters inside of their strings are escaped, as JSON wants.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Protocol
+
+from .markers import Broken, JsonEnd
+from .parts import Part, ToolCallArguments, ToolCallBegun
+
+HEAD_CHARACTERS_MAX = 512
+"""A call's name, and what stands around it, must fit in there."""
+
+
+class NotACall(Exception):
+    """This text calls none of the tools; it is content."""
+
+
+class Calls:
+    """The calls of one answer, as they become known."""
+
+    def __init__(self, tools: Mapping[str, Mapping[str, Any]], new_id: Callable[[], str]) -> None:
+        """tools: name -> JSON schema of the arguments."""
+        self.tools = tools
+        self._new_id = new_id
+        self._begun = 0
+        self._parts: list[Part] = []
+
+    def begin(self, name: str) -> None:
+        """Raises NotACall for a tool that was not offered."""
+        if name not in self.tools:
+            raise NotACall
+        self._parts.append(ToolCallBegun(self._begun, self._new_id(), name))
+        self._begun += 1
+
+    def arguments(self, text: str) -> None:
+        """The next piece of the arguments of the call that began last."""
+        if text:
+            self._parts.append(ToolCallArguments(self._begun - 1, text))
+
+    def take(self) -> list[Part]:
+        """The parts since the last time."""
+        parts, self._parts = self._parts, []
+        return parts
+
+
+class Body(Protocol):
+    """One reader of one notation."""
+
+    def feed(self, text: str) -> str | None:
+        """None where more may follow, else the text behind the end. Raises NotACall."""
+        ...
+
+    def finish(self) -> str:
+        """No more text follows: what was read and told nobody. Raises NotACall."""
+        ...
+
+
+_KEYS = r"name|arguments|parameters|function|type|id"
+_FIRST_KEY = re.compile(rf'\{{\s*(?:"(?:(?:{_KEYS})(?:"|$)|\w*$)|$)')
+_HEAD = re.compile(
+    r'\{\s*"name"\s*:\s*"((?:[^"\\\x00-\x1f]|\\.)*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+)
+
+
+class JsonCalls:
+    """{"name": ..., "arguments": {...}}, or several in an array or one after the other.
+
+    `parameters` may stand for arguments, and a string that holds an object for the object. Streams
+    where name and arguments come first and in this order; a call of another form is told whole.
+    """
+
+    def __init__(self, calls: Calls, close: str = "") -> None:
+        """close: the marker behind the calls; with none they end where no call follows."""
+        self._calls = calls
+        self._close = close or "]"
+        self._read: Callable[[str], str] = self._between
+        self._told = False
+        self._ended = False
+        self._raw = ""
+        """Of the call that is not told yet, or what may become the closing marker."""
+        self._object = JsonEnd()
+
+    def feed(self, text: str) -> str | None:
+        while text and not self._ended:
+            text = self._read(text)
+        return text if self._ended else None
+
+    def finish(self) -> str:
+        if not self._told:
+            raise NotACall
+        return self._raw if self._read == self._in_call else ""
+
+    def _over(self, text: str) -> str:
+        """No call follows: `text` is behind the end."""
+        if not self._told:
+            raise NotACall
+        self._ended = True
+        return text
+
+    def _between(self, text: str) -> str:
+        """Before, behind and between calls."""
+        text, self._raw = (self._raw + text).lstrip(), ""
+        if text.startswith(self._close):
+            return self._over(text[len(self._close) :])
+        if self._close.startswith(text):
+            self._raw = text
+            return ""
+        if text[0] == "{":
+            self._object, self._read = JsonEnd(), self._in_call
+            return text
+        return text[1:] if text[0] in ",;[]" else self._over(text)
+
+    def _in_call(self, text: str) -> str:
+        """Until name and arguments are known, or the call is whole."""
+        seen = self._raw + text
+        try:
+            if head := _HEAD.match(seen):
+                self._begin(json.loads(f'"{head[1]}"'))
+                self._object, self._read = JsonEnd(strict=False), self._in_arguments
+                return seen[head.end() :]
+            if not _FIRST_KEY.match(seen):
+                raise NotACall
+            _, rest = self._object.feed(text)
+            self._raw = seen[: len(seen) - len(rest)]
+            if self._object.ended:
+                self._tell(self._raw)
+        except (Broken, NotACall, ValueError):  # a ValueError is a name's bad escape
+            return self._over(seen)
+        return rest
+
+    def _in_arguments(self, text: str) -> str:
+        taken, rest = self._object.feed(text)
+        self._calls.arguments(taken)
+        if self._object.ended:
+            self._object, self._read = JsonEnd(strict=False), self._behind_arguments
+            self._object.feed("{")
+        return rest
+
+    def _behind_arguments(self, text: str) -> str:
+        """The rest of a call whose arguments are told: its closing bracket, maybe an id."""
+        _, rest = self._object.feed(text)
+        if self._object.ended:
+            self._read = self._between
+        return rest
+
+    def _begin(self, name: str) -> None:
+        self._calls.begin(name)
+        self._told, self._raw = True, ""
+
+    def _tell(self, raw: str) -> None:
+        name, arguments = _parse_call(raw)
+        self._begin(name)
+        self._calls.arguments(arguments)
+        self._read = self._between
+
+
+def _parse_call(raw: str) -> tuple[str, str]:
+    """Name and JSON arguments of one whole call. Raises NotACall."""
+    try:
+        call = json.loads(raw, strict=False)
+    except ValueError:
+        raise NotACall from None
+    if isinstance(call.get("function"), dict):
+        call = call["function"]
+    name = call.get("name", call.get("function"))
+    arguments = call.get("arguments", call.get("parameters", {}))
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}", strict=False)
+        except ValueError:
+            raise NotACall from None
+    if not isinstance(name, str) or not isinstance(arguments, dict | None):
+        raise NotACall
+    return name, json.dumps(arguments or {}, ensure_ascii=False)
+
+
+class NamedCall:
+    """A name, something between, and the JSON object of the arguments: one call."""
+
+    def __init__(self, calls: Calls, head: re.Pattern[str], closers: Collection[str] = ()) -> None:
+        """head: all before the object, the name its group 1; closers: what may stand behind it."""
+        self._calls = calls
+        self._head = head
+        self._closers = closers
+        self._raw = ""
+        self._arguments: JsonEnd | None = None
+
+    def feed(self, text: str) -> str | None:
+        if self._arguments is None:
+            self._raw += text
+            begin = self._raw.find("{", 0, HEAD_CHARACTERS_MAX)
+            if begin < 0 and len(self._raw) < HEAD_CHARACTERS_MAX:
+                return None
+            head = self._head.fullmatch(self._raw, 0, max(begin, 0))
+            if head is None:
+                raise NotACall
+            self._calls.begin(head[1])
+            text, self._raw, self._arguments = self._raw[begin:], "", JsonEnd(strict=False)
+        if not self._arguments.ended:
+            taken, text = self._arguments.feed(text)
+            self._calls.arguments(taken)
+        return self._behind(text) if self._arguments.ended else None
+
+    def _behind(self, text: str) -> str | None:
+        text, self._raw = (self._raw + text).lstrip(), ""
+        for closer in self._closers:
+            if text.startswith(closer):
+                text = text.removeprefix(closer).lstrip()
+        if any(closer.startswith(text) for closer in self._closers):
+            self._raw = text
+            return None
+        return text
+
+    def finish(self) -> str:
+        if self._arguments is None:
+            raise NotACall
+        return ""
+
+
+class TaggedNotation:
+    """How a call with one tag a parameter is written; `name` and `parameter` match at a start.
+
+    name: group 1 is the tool. parameter: groups 1 and 2 are its key and its value.
+    """
+
+    def __init__(self, name: str, parameter: str, close: str, end: str) -> None:
+        """close: the text behind a value; end: the text behind the call."""
+        self.name = re.compile(name + r"\s*")
+        self.opened = re.compile(parameter)
+        self.parameter = re.compile(parameter + "(.*?)" + close + r"\s*", re.DOTALL)
+        self.close, self.end = close, end
+
+
+FUNCTION_TAGS = TaggedNotation(
+    r"([^<>\s]+)>", r"<parameter=([^<>]+)>", "</parameter>", "</function>"
+)
+INVOKE_TAGS = TaggedNotation(
+    r'([^<>"]+)">', r'<parameter name="([^<>"]+)">', "</parameter>", "</invoke>"
+)
+ARGUMENT_TAGS = TaggedNotation(
+    r"\s*([^<>\s]+)(?=\s*<)\s*",
+    r"<arg_key>(.*?)</arg_key>\s*<arg_value>",
+    "</arg_value>",
+    "</tool_call>",
+)
+
+
+class TaggedCall:
+    """One call whose parameters are tags. Each parameter is told when its tag is closed.
+
+    A value is text; the tool's schema says whether it stands for something else.
+    """
+
+    def __init__(self, calls: Calls, notation: TaggedNotation) -> None:
+        self._calls = calls
+        self._notation = notation
+        self._raw = ""
+        self._schema: Mapping[str, Any] | None = None
+        self._told = 0
+        self._searched = 0
+        """Characters in which no value ends: a long one is not searched again for each piece."""
+
+    def feed(self, text: str) -> str | None:
+        self._raw += text
+        if self._schema is None and not self._take_name():
+            return None
+        self._raw = self._raw.lstrip()
+        while self._value_closed() and (found := self._notation.parameter.match(self._raw)):
+            self._raw, self._searched = self._raw[found.end() :], 0
+            self._tell(found[1].strip(), found[2])
+        if not self._raw.startswith(self._notation.end):
+            return None
+        self._calls.arguments("}" if self._told else "{}")
+        return self._raw[len(self._notation.end) :]
+
+    def finish(self) -> str:
+        if self._schema is None:
+            raise NotACall
+        if found := self._notation.opened.match(self._raw):
+            # As far as it came, as with JSON that is cut.
+            self._tell(found[1].strip(), self._raw[found.end() :], whole=False)
+        return ""
+
+    def _value_closed(self) -> bool:
+        close = self._notation.close
+        if self._raw.find(close, self._searched) >= 0:
+            return True
+        self._searched = max(0, len(self._raw) - len(close))
+        return False
+
+    def _take_name(self) -> bool:
+        found = self._notation.name.match(self._raw)
+        if found is None:
+            if len(self._raw) >= HEAD_CHARACTERS_MAX:
+                raise NotACall
+            return False
+        self._calls.begin(found[1])
+        self._schema = self._calls.tools[found[1]]
+        self._raw = self._raw[found.end() :]
+        return True
+
+    def _tell(self, key: str, text: str, *, whole: bool = True) -> None:
+        schema = (self._schema or {}).get("properties", {}).get(key, {})
+        value = _value_of(text, schema) if whole else text.removeprefix("\n")
+        written = json.dumps(value, ensure_ascii=False)
+        member = f"{json.dumps(key, ensure_ascii=False)}: {written if whole else written[:-1]}"
+        self._calls.arguments((", " if self._told else "{") + member)
+        self._told += 1
+
+
+def _value_of(text: str, schema: Any) -> Any:
+    """What a parameter's text stands for: itself where the schema allows a string, else JSON."""
+    text = text.removeprefix("\n").removesuffix("\n")
+    kinds = schema.get("type") if isinstance(schema, dict) else None
+    if kinds == "string" or (isinstance(kinds, list) and "string" in kinds):
+        return text
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
