@@ -21,7 +21,10 @@ from .layers import layered
 from .logs import note
 from .refusal import refusal
 from .route_chat import chat_completions
+from .route_completions import completions
+from .route_embeddings import embeddings
 from .route_status import get_model, health, list_models, ready, version
+from .route_tokenize import detokenize, tokenize
 from .routing import desk_of
 from .settings import Settings
 from .submission import EngineApi
@@ -31,6 +34,10 @@ log = structlog.get_logger()
 
 ROUTES = [
     Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+    Route("/v1/completions", completions, methods=["POST"]),
+    Route("/v1/embeddings", embeddings, methods=["POST"]),
+    Route("/tokenize", tokenize, methods=["POST"]),
+    Route("/detokenize", detokenize, methods=["POST"]),
     Route("/v1/models", list_models),
     Route("/v1/models/{name:path}", get_model),
     Route("/health", health),

@@ -32,7 +32,8 @@ log = structlog.get_logger()
 class Shape(Protocol):
     """How an endpoint writes the answers of one request; only it knows their types.
 
-    Events are bytes as they are sent (`event` makes them).
+    Events are bytes as they are sent (`event` makes them). An endpoint that never streams has
+    `whole` only.
     """
 
     def whole(self, news: list[News]) -> object:
@@ -40,15 +41,19 @@ class Shape(Protocol):
 
     def first(self) -> Iterable[bytes]:
         """Events before any news."""
+        return ()
 
     def told(self, news: News) -> Iterable[bytes]:
         """Events that news of one answer make."""
+        return ()
 
     def last(self) -> Iterable[bytes]:
         """Events once all answers have ended."""
+        return ()
 
     def failed(self, error: ApiError) -> Iterable[bytes]:
         """Events of a failure in the middle; nothing follows them."""
+        return (error_event(error),)
 
 
 class Unheard(Response):

@@ -17,10 +17,10 @@ from .chat import ask_of_chat
 from .desk import Desk
 from .logprobs import chat_logprob
 from .parts import Part, Reasoning, Text, join
-from .replies import DONE, Exchange, Unheard, error_event, event
+from .replies import DONE, Exchange, Shape, Unheard, event
 from .routing import desk_of, read_body, response_id
 from .stream import Answer, News, Told, usage_of
-from .wire import ApiError, Usage
+from .wire import Usage
 from .wire_chat import (
     AnswerMessage,
     ChatRequest,
@@ -51,7 +51,7 @@ async def chat_completions(request: Request) -> Response:
     return await exchange.respond(request.receive, stream=bool(chat.stream))
 
 
-class ChatShape:
+class ChatShape(Shape):
     """replies.Shape of chat completions."""
 
     def __init__(
@@ -101,9 +101,6 @@ class ChatShape:
         if self._request.include_usage:
             yield self._chunk([], usage_of(self._answers))
         yield DONE
-
-    def failed(self, error: ApiError) -> Iterable[bytes]:
-        yield error_event(error)
 
     def _logprobs(self, tokens: list[Told]) -> Logprobs | None:
         if not self._request.logprobs:

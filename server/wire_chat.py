@@ -143,7 +143,7 @@ _decoder = msgspec.json.Decoder(ChatRequest)
 def read_chat_request(body: bytes) -> ChatRequest:
     """The request in `body`, checked. Raises ApiError (400), with the field's name in `param`."""
     request = read_body(_decoder, body)
-    _check_messages(request.messages)
+    check_messages(request.messages)
     check_chat(request)
     return request
 
@@ -159,7 +159,8 @@ def check_chat(request: ChatRequest) -> None:
         raise ApiError("tool_choice other than auto is not supported.", param="tool_choice")
 
 
-def _check_messages(messages: list[Message]) -> None:
+def check_messages(messages: list[Message]) -> None:
+    """Raise ApiError (400) where one is of no known role, or has no text."""
     if not messages:
         raise ApiError("messages is empty; send at least one.", param="messages")
     for index, message in enumerate(messages):

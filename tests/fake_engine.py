@@ -1,6 +1,7 @@
 """A scripted engine on a thread of its own, with a byte-level tokenizer: HTTP without a model.
 
 Every byte is a token (its id is the byte), some texts are one token more, and END ends an answer.
+What it tells of log-probabilities is `logprob_of`; a prompt's vector is `vector_of`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 
 import tokenizers
 
+from kernel.batch import Logprob
 from kernel.tokenizer import Detokenizer, Tokenizer
 from server.counters import Counters
 from server.submission import (
@@ -28,6 +30,7 @@ from server.submission import (
 from server.text import TextStream
 from server.view import initial
 from statemachine.geometry import Geometry, Group
+from statemachine.records import NO_LOGPROBS, NO_SCORES
 
 WAIT_S = 20.0
 END = "<|im_end|>"
@@ -53,6 +56,19 @@ def _byte_alphabet() -> dict[str, int]:
     hidden = [byte for byte in range(0x100) if byte not in visible]
     table = {chr(byte): byte for byte in visible}
     return table | {chr(0x100 + at): byte for at, byte in enumerate(hidden)}
+
+
+def logprob_of(token: int, top: int) -> Logprob:
+    """A capital letter is never among the likeliest; everything else is the likeliest."""
+    capital = chr(token).isupper()
+    likeliest = [(token + place) % 256 for place in range(int(capital), top + int(capital))]
+    named = tuple((other, -(place + 1) / 4) for place, other in enumerate(likeliest))
+    return Logprob(token, -9.0 if capital else -0.25, named)
+
+
+def vector_of(prompt: tuple[int, ...]) -> tuple[float, ...]:
+    """Three numbers that float32 holds exactly."""
+    return (float(len(prompt)), float(prompt[-1]), -0.5)
 
 
 class Request:
@@ -148,6 +164,11 @@ class FakeEngine:
         """The scripted answer, one token an update, ended as the real engine ends it."""
         assert self.script is not None
         parameters = request.submission.parameters
+        self._tell_prompt(request)
+        if parameters.embed:
+            vector = vector_of(request.submission.tokens)
+            request._deliver(Update(request.number, (), LENGTH, 0, embedding=vector))
+            return
         text = TextStream(Detokenizer(self.tokenizer), parameters.stop)
         reason = ERROR
         for count, token in enumerate(self.script(request.submission), start=1):
@@ -155,11 +176,25 @@ class FakeEngine:
                 reason = STOP
                 break
             text.feed(token)
-            request._deliver(Update(request.number, (token,), cached_tokens=3))
+            told: tuple[Logprob, ...] = ()
+            if parameters.logprobs != NO_LOGPROBS:
+                told = (logprob_of(token, parameters.logprobs),)
+            request._deliver(Update(request.number, (token,), cached_tokens=3, logprobs=told))
             if text.stopped or count == parameters.max_tokens:
                 reason = STOP if text.stopped else LENGTH
                 break
         request._deliver(Update(request.number, finish_reason=reason, error="the script ended"))
+
+    def _tell_prompt(self, request: Request) -> None:
+        """Scores of the prompt in two pieces, which overlap, as after a preemption."""
+        parameters, prompt = request.submission.parameters, request.submission.tokens
+        if parameters.score_from == NO_SCORES:
+            return
+        scores = tuple(logprob_of(token, parameters.logprobs) for token in prompt)
+        begin, middle = parameters.score_from, max(parameters.score_from, len(prompt) // 2)
+        for first, last in ((begin, middle + 1), (middle, len(prompt))):
+            piece = scores[first:last]
+            request._deliver(Update(request.number, scores=piece, scores_at=first))
 
 
 @contextmanager

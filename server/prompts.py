@@ -1,0 +1,68 @@
+"""Prompts: a prompt as text or token ids, or several of them, as lists of token ids.
+
+Completions and embeddings take the same four forms. Never touches the engine.
+"""
+
+from __future__ import annotations
+
+from kernel.tokenizer import Tokenizer
+
+from .wire import ApiError
+
+
+def prompts_of(
+    given: str | list[str | int | list[int]], tokenizer: Tokenizer, param: str
+) -> tuple[tuple[int, ...], ...]:
+    """Token ids of each prompt; a model's start token stands before those that came as text.
+
+    `param` is the field's name. Raises ApiError (400): none, an empty one, mixed forms.
+    """
+    if isinstance(given, str):
+        return (_encoded(given, tokenizer, param),)
+    if not given:
+        raise ApiError(f"{param} is empty; send a text or token ids.", param=param)
+    ids = [item for item in given if isinstance(item, int)]
+    if len(ids) == len(given):
+        return (_checked(ids, tokenizer, param),)
+    return tuple(
+        _one(item, given[0], tokenizer, f"{param}[{place}]") for place, item in enumerate(given)
+    )
+
+
+def _one(
+    item: str | int | list[int], like: str | int | list[int], tokenizer: Tokenizer, where: str
+) -> tuple[int, ...]:
+    if type(item) is not type(like):
+        raise ApiError(
+            f"{where} is not like the first one: send texts, token ids or lists of token ids, "
+            "not several of these.",
+            param=where,
+        )
+    if isinstance(item, str):
+        return _encoded(item, tokenizer, where)
+    assert isinstance(item, list)
+    return _checked(item, tokenizer, where)
+
+
+def _encoded(text: str, tokenizer: Tokenizer, where: str) -> tuple[int, ...]:
+    tokens = tuple(tokenizer.encode(text))
+    if not tokens:
+        raise ApiError(f"{where} is empty; send some text.", param=where)
+    return tokens
+
+
+def _checked(tokens: list[int], tokenizer: Tokenizer, where: str) -> tuple[int, ...]:
+    if not tokens:
+        raise ApiError(f"{where} is empty; send at least one token.", param=where)
+    check_tokens(tokens, tokenizer, where)
+    return tuple(tokens)
+
+
+def check_tokens(tokens: list[int], tokenizer: Tokenizer, where: str) -> None:
+    """Raise ApiError (400) where a token id is out of range."""
+    for token in (min(tokens, default=0), max(tokens, default=0)):
+        if not 0 <= token < tokenizer.vocab_size:
+            raise ApiError(
+                f"{where} has token {token}; ids are between 0 and {tokenizer.vocab_size - 1}.",
+                param=where,
+            )

@@ -1,0 +1,83 @@
+"""Route: POST /v1/embeddings. An input's vector is what the model holds behind its last token."""
+
+from __future__ import annotations
+
+import base64
+
+import numpy as np
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from kernel.tokenizer import Tokenizer
+from statemachine.events import Namespace
+from statemachine.records import Parameters
+
+from .asking import Ask
+from .desk import Desk
+from .prompts import prompts_of
+from .replies import Exchange, Shape, Unheard
+from .routing import desk_of, read_body, response_id
+from .stream import News, usage_of
+from .wire import ApiError
+from .wire_embeddings import (
+    Embedding,
+    EmbeddingList,
+    EmbeddingRequest,
+    EmbeddingUsage,
+    read_embedding_request,
+)
+
+
+async def embeddings(request: Request) -> Response:
+    """The handler."""
+    desk = desk_of(request)
+    try:
+        body = await read_body(request, desk.max_body_bytes)
+    except ClientDisconnect:
+        return Unheard()
+    asked = read_embedding_request(body)
+    desk.check_model(asked.model)
+    external_id = response_id(request, "embd-")
+    ask = await desk.aside(len(body), ask_of_embedding, asked, desk.tokenizer, external_id)
+    answers = desk.admit(ask)
+    exchange = Exchange(desk, answers, EmbeddingShape(desk, asked), external_id)
+    return await exchange.respond(request.receive, stream=False)
+
+
+def ask_of_embedding(request: EmbeddingRequest, tokenizer: Tokenizer, external_id: str) -> Ask:
+    """What the engine is asked for by a checked body. Raises ApiError (400)."""
+    return Ask(
+        prompts=prompts_of(request.input, tokenizer, "input"),
+        parameters=Parameters(max_tokens=0, embed=True, priority=request.priority or 0),
+        external_id=external_id,
+        namespace=Namespace(salt=request.cache_salt or ""),
+        prompt_param="input",
+    )
+
+
+class EmbeddingShape(Shape):
+    """replies.Shape of embeddings, which are never streamed."""
+
+    def __init__(self, desk: Desk, request: EmbeddingRequest) -> None:
+        self._desk = desk
+        self._request = request
+
+    def whole(self, news: list[News]) -> EmbeddingList:
+        vectors = [told.answer.embedding for told in news]
+        size, asked = len(vectors[0]), self._request.dimensions
+        if asked not in (None, size):
+            raise ApiError(
+                f"dimensions is {asked}, but this model's vectors have {size}; leave it out.",
+                param="dimensions",
+            )
+        tokens = usage_of([told.answer for told in news]).prompt_tokens
+        return EmbeddingList(
+            [Embedding(place, self._written(vector)) for place, vector in enumerate(vectors)],
+            self._desk.model.id,
+            EmbeddingUsage(tokens, tokens),
+        )
+
+    def _written(self, vector: tuple[float, ...]) -> list[float] | str:
+        if self._request.encoding_format != "base64":
+            return list(vector)
+        return base64.b64encode(np.asarray(vector, "<f4").tobytes()).decode()
