@@ -8,7 +8,6 @@ asks, nothing is computed. Counts and masks are worked out on the host, from wha
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -19,32 +18,14 @@ from msgspec import Struct
 from statemachine.records import Parameters
 
 from .batch import Piece
+from .masks import WORD_BITS, GrammarFailed, Masks, Words
 from .metadata import BadBatch
 
 Floats = npt.NDArray[np.float32]
 Longs = npt.NDArray[np.int64]
-Words = npt.NDArray[np.uint32]
 
 MASKED = -1e30
 """The logit of a token that a grammar forbids: finite, so that no margin is infinite."""
-WORD_BITS = 32
-
-
-class GrammarFailed(Exception):
-    """An answer cannot go on under its grammar; the text is one sentence."""
-
-
-class Masks(Protocol):
-    """Who knows which tokens a grammar allows next (grammar.Grammars)."""
-
-    def allowed(
-        self, seq: int, parameters: Parameters, answer: tuple[int, ...], certain: int, width: int
-    ) -> Words | None:
-        """Packed bits of the tokens that may follow an answer, lowest bit first: [width] words.
-
-        None where the answer breaks the grammar behind its first `certain` tokens. Raises
-        GrammarFailed.
-        """
 
 
 class Asked(Struct, frozen=True):

@@ -24,11 +24,12 @@ from statemachine.geometry import Geometry
 from statemachine.records import Observation, ShadowReport
 
 from . import attention, fastmath
-from .adjusting import Masks, adjusted, asked_of, plan_adjustments
+from .adjusting import adjusted, asked_of, plan_adjustments
 from .batch import Batch, BuildFailed, EvalFailed, StepResult
 from .context import StepContext
 from .families import check_family, layer_shapes
 from .forward import Forward, anchor, hidden_rows
+from .masks import Masks
 from .metadata import BadBatch, StepMetadata, build, last_tokens, pending_sources
 from .order import Order
 from .pages import Pages, PageStep

@@ -27,9 +27,10 @@ from statemachine.geometry import OPAQUE, Geometry
 from statemachine.records import Observation, ShadowReport
 
 from . import fastmath
-from .adjusting import Masks, adjusted, asked_of, plan_adjustments
+from .adjusting import adjusted, asked_of, plan_adjustments
 from .batch import Batch, BuildFailed, EvalFailed, Piece, StepResult
 from .errors import ModelError
+from .masks import Masks
 from .metadata import BadBatch
 from .model_kernel import describe, lacking
 from .owned_caches import OwnedCaches
