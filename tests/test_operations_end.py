@@ -1,0 +1,124 @@
+"""The end of a server's process: nobody new, answers in their grace, a whole tape, exit code 0."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from replay.cli import main as replay_command
+from replay.reader import Tape
+from statemachine.records import TapeEnded
+
+from .real_server import tiny_folder
+from .test_cli import command, outcome, serving
+
+START_S = 120.0
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
+
+
+@contextmanager
+def waiting_server(*flags: str) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
+    """tests/waiting_server.py, once it listens."""
+    pipe = subprocess.PIPE
+    argv = [sys.executable, "-m", "tests.waiting_server", "serve", "--port", "0", *flags]
+    root = Path(__file__).parent.parent
+    kept = {name: text for name, text in os.environ.items() if not name.startswith("MLXTAPE_")}
+    with subprocess.Popen(
+        argv, stdin=pipe, stdout=pipe, stderr=pipe, text=True, cwd=root, env=kept
+    ) as process:
+        try:
+            assert process.stdout is not None
+            address = process.stdout.readline().rsplit(" ", 1)[-1].strip()
+            with httpx.Client(base_url=address, timeout=START_S) as client:
+                yield process, client
+        finally:
+            process.kill()
+
+
+def test_a_signal_lets_an_answer_end_in_its_grace_and_admits_nobody() -> None:
+    with (
+        waiting_server("--grace-s", "100", "--log-format", "json") as (process, client),
+        client.stream("POST", "/v1/chat/completions", json=CHAT) as response,
+    ):
+        lines = response.iter_lines()
+        assert any('"content":"a"' in line for line in lines)
+        process.send_signal(signal.SIGTERM)
+        while client.get("/ready").status_code == 200:
+            pass
+        assert client.get("/health").json()["status"] == "stopping"
+        late = client.post("/v1/chat/completions", json=CHAT)
+        assert (late.status_code, late.json()["error"]["code"]) == (503, "server_stopping")
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+        rest = [line for line in lines if line]
+        assert '"content":"b"' in rest[0]
+        assert rest[-1] == "data: [DONE]"
+        out, err = process.communicate(timeout=START_S)
+    assert (process.returncode, out) == (0, "")
+    ends = [json.loads(line) for line in err.splitlines()]
+    posts = [(end["status"], end.get("finish")) for end in ends if end.get("method") == "POST"]
+    assert posts == [(503, None), (200, "stop")]
+
+
+def test_a_second_signal_ends_the_process_without_waiting_for_the_grace() -> None:
+    with (
+        waiting_server("--grace-s", "100") as (process, client),
+        client.stream("POST", "/v1/chat/completions", json=CHAT) as response,
+    ):
+        lines = response.iter_lines()
+        assert any('"content":"a"' in line for line in lines)
+        process.send_signal(signal.SIGTERM)
+        while client.get("/ready").status_code == 200:
+            pass
+        process.send_signal(signal.SIGTERM)
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(START_S) == 0
+
+
+@pytest.mark.slow
+def test_a_real_server_that_is_told_to_stop_finishes_its_answer_and_its_tape(
+    tmp_path: Path,
+) -> None:
+    tape = tmp_path / "capture.log"
+    flags = ("--capture", tape, "--grace-s", "100", "--model", tiny_folder(tmp_path / "tiny"))
+    with (
+        serving(*flags) as (process, address),
+        httpx.stream(
+            "POST",
+            f"{address}/v1/chat/completions",
+            json=CHAT | {"max_tokens": 300},
+            timeout=START_S,
+        ) as response,
+    ):
+        lines = response.iter_lines()
+        assert next(lines).startswith("data: ")
+        process.send_signal(signal.SIGTERM)
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+        code, out, err = outcome(process)
+    assert (code, out) == (0, "")
+    assert "event=stopping answers=1 grace_s=100.0\n" in err
+    assert re.search(r" finish=(stop|length)\n", err)
+    assert isinstance(list(Tape(str(tape)))[-1], TapeEnded)
+    assert [replay_command([str(tape), "--depth", depth]) for depth in ("fold", "plan")] == [0, 0]
+
+
+def test_keys_and_certificates_are_looked_at_before_a_model_is_loaded(tmp_path: Path) -> None:
+    for flag in ("--api-key-file", "--tls-cert"):
+        more = ("--tls-key", "none.pem") if flag == "--tls-cert" else ()
+        code, out, err = outcome(command("serve", "--model", "nowhere", flag, "none.pem", *more))
+        assert out == ""
+        assert code in (1, 2)
+        name = flag[2:].replace("-", "_")
+        assert err == f"mlxtape: {name} none.pem cannot be read: No such file or directory\n"
