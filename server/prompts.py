@@ -21,27 +21,25 @@ def prompts_of(
         return (_encoded(given, tokenizer, param),)
     if not given:
         raise ApiError(f"{param} is empty; send a text or token ids.", param=param)
+    for place, item in enumerate(given):
+        if type(item) is not type(given[0]):
+            where = f"{param}[{place}]"
+            raise ApiError(
+                f"{where} is not like the first one: send texts, token ids or lists of token ids, "
+                "not several of these.",
+                param=where,
+            )
     ids = [item for item in given if isinstance(item, int)]
-    if len(ids) == len(given):
+    if ids:
         return (_checked(ids, tokenizer, param),)
-    return tuple(
-        _one(item, given[0], tokenizer, f"{param}[{place}]") for place, item in enumerate(given)
-    )
-
-
-def _one(
-    item: str | int | list[int], like: str | int | list[int], tokenizer: Tokenizer, where: str
-) -> tuple[int, ...]:
-    if type(item) is not type(like):
-        raise ApiError(
-            f"{where} is not like the first one: send texts, token ids or lists of token ids, "
-            "not several of these.",
-            param=where,
-        )
-    if isinstance(item, str):
-        return _encoded(item, tokenizer, where)
-    assert isinstance(item, list)
-    return _checked(item, tokenizer, where)
+    found: list[tuple[int, ...]] = []
+    for place, item in enumerate(given):
+        where = f"{param}[{place}]"
+        if isinstance(item, str):
+            found.append(_encoded(item, tokenizer, where))
+        elif isinstance(item, list):
+            found.append(_checked(item, tokenizer, where))
+    return tuple(found)
 
 
 def _encoded(text: str, tokenizer: Tokenizer, where: str) -> tuple[int, ...]:
