@@ -88,12 +88,13 @@ async def serve_app(
 
     serving = asyncio.ensure_future(serve(cast(Any, app), config, shutdown_trigger=stopped))
     until = asyncio.ensure_future(stopping.wait())
-    await asyncio.wait((serving, until), return_when=asyncio.FIRST_COMPLETED)
-    until.cancel()
-    done, _ = await asyncio.wait((serving,), timeout=CLOSE_S)
-    if done:
-        await serving
-    else:
+    try:
+        await asyncio.wait((serving, until), return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait((serving,), timeout=CLOSE_S)
+        if done:
+            await serving
+    finally:
+        until.cancel()
         await _cut_off(asyncio.all_tasks() - before)
 
 
@@ -144,18 +145,19 @@ def _no_passphrase() -> NoReturn:
 
 
 async def _cut_off(tasks: set[asyncio.Task[Any]]) -> None:
-    """End what serves clients that do not read: their bytes can never be flushed.
+    """End what is left: it serves clients that do not read, whose bytes can never be flushed, or
+    the server was told a second time to stop.
 
     Hypercorn waits for that flush even where it is cancelled, hence the rounds; and it reports its
     own cancelled tasks as errors, which says nothing to anybody.
     """
     asyncio.get_running_loop().set_exception_handler(lambda *_: None)
     for _ in range(CUT_ROUNDS):
+        if not tasks:
+            return
         for task in tasks:
             task.cancel()
         _, tasks = await asyncio.wait(tasks, timeout=CLOSE_S / CUT_ROUNDS)
-        if not tasks:
-            return
 
 
 def run(app: Starlette, listener: socket.socket, settings: Settings) -> None:

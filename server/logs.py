@@ -103,7 +103,7 @@ class _Bridge(logging.Handler):
     """The standard library's records, written as ours are."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        line = structlog.get_logger(logger=record.name)
+        line = structlog.get_logger().bind(logger=record.name)
         write = line.error if record.levelno >= logging.ERROR else line.warning
         write(record.getMessage(), exc_info=record.exc_info)
 
