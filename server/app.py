@@ -17,9 +17,9 @@ from starlette.routing import Route
 from kernel.tokenizer import Tokenizer
 
 from .desk import Desk
+from .error_shape import refusal
 from .layers import layered
 from .logs import note
-from .refusal import refusal
 from .route_chat import chat_completions
 from .route_completions import completions
 from .route_embeddings import embeddings

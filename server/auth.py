@@ -15,7 +15,7 @@ from pathlib import Path
 import structlog
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from .refusal import refusal
+from .error_shape import refusal
 from .settings import Settings, SettingsError, is_key
 from .wire import ApiError
 
