@@ -28,6 +28,8 @@ ANSWER_BYTES = 64 << 20
 """The longest stream that is read."""
 REASON_CHARACTERS = 300
 SEED_TOP = 1 << 63
+LOGPROBS_MAX = 5
+"""More are refused for completions; none change an answer."""
 FOR_ALL = (401, 403, 404, 405)
 """Statuses that every request would get."""
 
@@ -115,7 +117,7 @@ def body_of(
     if given.logit_bias:
         body["logit_bias"] = {str(token): bias for token, bias in given.logit_bias}
     if given.logprobs >= 0:
-        body["logprobs"] = given.logprobs
+        body["logprobs"] = min(given.logprobs, LOGPROBS_MAX)
     if openai_only:
         return body
     body |= {
