@@ -105,6 +105,16 @@ class StepResult(Struct, frozen=True):
     scores: Mapping[int, tuple[Logprob, ...]] = {}
     embeddings: Mapping[int, tuple[float, ...]] = {}
 
+    @property
+    def scored(self) -> tuple[int, ...]:
+        """Piece numbers, each as often as it has scores: as on tape."""
+        return tuple([piece for piece, told in self.scores.items() for _ in told])
+
+    @property
+    def score_column(self) -> tuple[float, ...]:
+        """All scores, in the order of `scored`."""
+        return tuple([it.logprob for told in self.scores.values() for it in told])
+
 
 class BuildFailed(Exception):
     """Raised while the graph was built: the pages are sound. `seq`: the one at fault, if known."""

@@ -13,6 +13,7 @@ this ends); its parent, whose rows it is to share, has not got to the end of the
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import chain
 
 from statemachine import commands
@@ -24,6 +25,7 @@ from statemachine.transitions import apply_all
 
 from .draft import Draft
 from .policy import Policy
+from .parameters import refuse_parameters
 from .reuse import sharings, waits_for_parent, waits_for_prefix
 from .sharing import sharers
 from .submission import RequestRefused, Submission
@@ -49,11 +51,19 @@ def limit_tokens(request: RequestState, capacity: int) -> int:
     return asked if asked < capacity else capacity
 
 
-def refuse(geometry: Geometry, policy: Policy, submission: Submission, vocab_size: int = 0) -> None:
+def refuse(
+    geometry: Geometry,
+    policy: Policy,
+    submission: Submission,
+    vocab_size: int = 0,
+    cannot: Mapping[str, str] | None = None,
+) -> None:
     """Raise RequestRefused where a request can never be served as it is.
 
-    vocab_size: token ids must be below it; 0 asks only that they are not negative.
+    vocab_size: token ids must be below it; 0 asks only that they are not negative. cannot: see
+    parameters.refuse_parameters.
     """
+    refuse_parameters(submission.parameters, vocab_size, cannot)
     prompt = len(submission.tokens)
     if not prompt:
         raise RequestRefused("the prompt is empty: send at least one token", param="messages")

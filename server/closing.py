@@ -17,6 +17,7 @@ from statemachine.events import (
     DRAFT,
     PROMPT,
     BlockPublished,
+    CommittedEach,
     Event,
     FrontTrimmed,
 )
@@ -31,7 +32,7 @@ from .submission import LENGTH, STOP
 from .view import PlannedPiece, RequestState, StepPlan, View
 
 
-class Outcome(Struct, frozen=True):
+class Outcome(Struct, frozen=True, gc=False):
     """What became of a request that sampled: `tokens` that join its answer, and its end.
 
     rows: of a piece that verified drafts, how many stay; 0 of others.
@@ -96,6 +97,9 @@ def _outcome(
     capacity: int,
 ) -> Outcome:
     parameters, length = request.arrived.parameters, request.stream.length
+    if parameters.embed:
+        # The answer is what was sampled from, and the token is nobody's.
+        return Outcome(piece.seq, (), STOP, int(piece.purpose == DRAFT))
     left = limit_tokens(request, capacity) - length
     kept, reason = len(tokens), None
     for at, token in enumerate(tokens):
@@ -122,24 +126,50 @@ def close_step(view: View, plan: StepPlan, found: tuple[Outcome, ...]) -> tuple[
     size = view.state.geometry.block_size
     events: list[Event] = list(commands.step_written(view.state, plan.step))
     written = apply_all(view.state, events)
-    events += _resolve(written, plan, found)
-    state = apply_all(view.state, events)
-    published: set[tuple[int, int]] = set()
+    resolving = _resolve(written, plan, found)
+    events += resolving
+    closing: list[PlannedPiece] = []
     for piece in plan.pieces:
-        seq = piece.seq
-        sequence = written.sequences.get(seq)
+        sequence = written.sequences.get(piece.seq)
         if sequence is None:
             continue  # it was cancelled, and closed, while the step was in flight
         edge = sequence.committed % size == 0
-        if edge or piece.purpose in (PROMPT, DRAFT) or seq in reasons:
-            closed = _close_piece(state, plan, seq, piece.pads, reasons.get(seq))
-            for event in closed:
-                if isinstance(event, BlockPublished):
-                    if (event.group, event.block) in published:
-                        continue
-                    published.add((event.group, event.block))
-                events.append(event)
+        if edge or piece.purpose in (PROMPT, DRAFT) or piece.seq in reasons:
+            closing.append(piece)
+    if closing:
+        state = apply_all(written, _of(resolving, {piece.seq for piece in closing}))
+        events += _closings(state, plan, closing, reasons)
     return tuple(events)
+
+
+def _of(resolving: list[Event], seqs: set[int]) -> list[Event]:
+    """Less of the columns that what is asked of a few sequences costs less than all the rows."""
+    found: list[Event] = []
+    for event in resolving:
+        if not isinstance(event, CommittedEach):
+            found.append(event)
+            continue
+        pairs = [it for it in zip(event.seqs, event.tokens, strict=True) if it[0] in seqs]
+        if pairs:
+            few, tokens = zip(*pairs, strict=True)
+            found.append(CommittedEach(few, tokens))
+    return found
+
+
+def _closings(
+    state: State, plan: StepPlan, pieces: list[PlannedPiece], reasons: dict[int, str]
+) -> list[Event]:
+    """Closing events of pieces; a block that two of them share is published once."""
+    events: list[Event] = []
+    published: set[tuple[int, int]] = set()
+    for piece in pieces:
+        for event in _close_piece(state, plan, piece.seq, piece.pads, reasons.get(piece.seq)):
+            if isinstance(event, BlockPublished):
+                if (event.group, event.block) in published:
+                    continue
+                published.add((event.group, event.block))
+            events.append(event)
+    return events
 
 
 def _resolve(state: State, plan: StepPlan, found: tuple[Outcome, ...]) -> list[Event]:

@@ -47,9 +47,13 @@ def sampling(draft: Draft) -> list[int]:
 
 
 def _waits_for_token(request: RequestState, policy: Policy, capacity: int) -> bool:
-    """Whether the token in flight is to be read first: it ends the answer, or drafts may follow."""
+    """Whether the token in flight is to be read first: it ends the answer, drafts may follow, or
+    what is sampled next depends on it.
+    """
     stream = request.stream
-    if stream.length + 1 >= limit_tokens(request, capacity):
+    if request.arrived.parameters.reads_answer or stream.length + 1 >= limit_tokens(
+        request, capacity
+    ):
         return True
     if not policy.draft_tokens:
         return False

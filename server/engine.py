@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import structlog
 from msgspec import Struct
@@ -56,6 +56,7 @@ class _Limits(Struct, frozen=True):
     policy: Policy
     vocab_size: int
     identity: str
+    cannot: Mapping[str, str]
 
 
 def _identity(header: Header | None) -> str:
@@ -112,7 +113,8 @@ class Engine:
         parts = self._make()
         check_pool(parts.kernel.geometry, parts.policy)
         geometry, identity = parts.kernel.geometry, _identity(parts.header)
-        self._limits = _Limits(geometry, parts.policy, parts.vocab_size, identity)
+        cannot = parts.kernel.cannot
+        self._limits = _Limits(geometry, parts.policy, parts.vocab_size, identity, cannot)
         self._loop = Loop(parts, self._clock)
 
     def step(self) -> bool:
@@ -168,7 +170,7 @@ class Engine:
         if not self.healthy:
             raise EngineStopped("the engine is not running: restart the server")
         limits = self._opened_limits()
-        refuse(limits.geometry, limits.policy, submission, limits.vocab_size)
+        refuse(limits.geometry, limits.policy, submission, limits.vocab_size, limits.cannot)
         with self._wake:
             if not self.healthy:
                 raise EngineStopped("the engine is not running: restart the server")
@@ -223,6 +225,7 @@ class Engine:
             "preemptions": counters.preemptions,
             "plans_raised": counters.plans_raised,
             "shadow_found": counters.shadow_found,
+            "divergences": sum(counters.divergences.values()),
             "capture_failures": counters.capture_failures,
             "capture_gaps": loop.capture_gaps,
         }

@@ -43,6 +43,7 @@ from .counters import Counters
 from .failing import BUILD, CLOSE, EVAL, PLAN, VOID
 from .flight import NOTHING, Flight, blame, timed
 from .live_guard import DIVERGED, WARN, LiveGuard, Wrong, sentence
+from .news import news
 from .policy import Policy
 from .submission import CANCELLED, ERROR, STOP, Sink, Update
 from .text import IncrementalDecoder
@@ -288,6 +289,8 @@ class Loop:
             events=events,
             offsets=offsets,
             digest=after.state.digest,
+            scored=result.scored,
+            scores=result.score_column,
         )
         # From here on nothing raises: the step is what the tape will say.
         self.view = after
@@ -297,9 +300,8 @@ class Loop:
             self._diverged(before, plan, wrong)
         if plan.pieces:
             self.counters.failures_in_a_row = 0
-        for outcome in outcomes:
-            cached = before.requests[outcome.seq].cached_tokens
-            self._tell(Update(outcome.seq, outcome.tokens, outcome.reason, cached))
+        for update in news(before, plan, result, outcomes):
+            self._tell(update)
         times.append(self._clock())
         self._unwritten += [*finished, done, timed(plan.step, times)]
 

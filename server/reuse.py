@@ -18,6 +18,7 @@ from statemachine.transitions import apply_all
 
 from .draft import Draft
 from .policy import PRIORITY
+from .scoring import shareable_rows
 from .view import UNKNOWN, RequestState
 
 
@@ -25,7 +26,7 @@ def _parent(draft: Draft, request: int) -> RequestState | None:
     """The live request whose rows a request without an answer may share, if there is one."""
     known = draft.request(request)
     parent: RequestState | None = draft.view.requests.get(known.arrived.parent)
-    if parent is None or known.output_tokens:
+    if parent is None or known.output_tokens or not shareable_rows(known):
         return None
     same = parent.arrived.tokens == known.arrived.tokens
     return parent if same and parent.arrived.namespace == known.arrived.namespace else None
@@ -51,7 +52,7 @@ def waits_for_prefix(draft: Draft, state: State, request: int, tokens: tuple[int
         return False
     size = state.geometry.block_size
     namespace = draft.request(request).arrived.namespace
-    most = (len(tokens) - 1) // size
+    most = shareable_rows(draft.request(request)) // size
     found: int | None = None
     for seq in draft.running:
         running = draft.request(seq)
@@ -87,12 +88,13 @@ def sharings(
     forked = _fork(draft, state, request)
     if forked is not None:
         yield forked
-    for hit in _adoptions(draft, state, request):
+    for hit in _adoptions(draft, state, request, tokens):
         yield commands.adopt(state, request, tokens, hit)
 
 
 def _fork(draft: Draft, state: State, request: int) -> tuple[Event, ...] | None:
-    """Share the parent's rows, all but the prompt's last, which yields this one's first token.
+    """Share the parent's rows, all but the prompt's last, which yields this one's first token (and
+    those that yield its scores).
 
     None where there is no parent, or its windows have moved on.
     """
@@ -102,20 +104,26 @@ def _fork(draft: Draft, state: State, request: int) -> tuple[Event, ...] | None:
     try:
         forked = commands.fork(state, parent.arrived.request, request)
         state = apply_all(state, forked)
-        rows = state.sequences[request].offset - (len(parent.arrived.tokens) - 1)
+        rows = state.sequences[request].offset - shareable_rows(draft.request(request))
         return forked + commands.trim(state, request, rows)
     except IllegalCommand:
         return None
 
 
-def _adoptions(draft: Draft, state: State, request: int) -> list[Hit | None]:
+def _adoptions(
+    draft: Draft, state: State, request: int, tokens: tuple[int, ...]
+) -> list[Hit | None]:
     """What to bound the adoption by, best first; None takes all that the index holds.
 
     Adopted blocks count beside all that a window holds at once. Where nothing else runs, and so
     nothing will make room, a request must be able to start without them.
     """
+    known = draft.request(request)
+    namespace, rows = known.arrived.namespace, shareable_rows(known)
+    found: Hit | None = None
+    if rows < len(tokens) - 1:
+        found = commands.lookup(state, namespace, tokens[:rows])
     if draft.policy.prefix_cache and draft.running:
-        return [None]
-    namespace = draft.request(request).arrived.namespace
+        return [found]
     nothing = commands.lookup(state, namespace, ())
-    return [None, nothing] if draft.policy.prefix_cache else [nothing]
+    return [found, nothing] if draft.policy.prefix_cache else [nothing]

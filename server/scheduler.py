@@ -42,6 +42,7 @@ from .decoding import decoding, ngrams_of, plan_ahead, plan_decode, sampling
 from .draft import Draft, InFlight
 from .failing import fail_step, settle_failed
 from .policy import Policy
+from .scoring import scored_positions
 from .sharing import share
 from .submission import CANCELLED
 from .view import (
@@ -175,7 +176,9 @@ def batch(view: View, plan: StepPlan) -> Batch:
     pieces = []
     for planned in plan.pieces:
         request: RequestState = view.requests[planned.seq]
-        sequence = view.state.sequences[planned.seq]
+        sequence, parameters = view.state.sequences[planned.seq], request.arrived.parameters
+        scored = scored_positions(request, sequence, planned)
+        reads = planned.samples and parameters.reads_answer
         pieces.append(
             Piece(
                 sequence=sequence,
@@ -183,7 +186,10 @@ def batch(view: View, plan: StepPlan) -> Batch:
                 pads=planned.pads,
                 pending=int(planned.purpose == LOOKAHEAD),
                 samples=planned.samples,
-                parameters=request.arrived.parameters if planned.samples else None,
+                parameters=parameters if planned.samples or scored else None,
+                answer=request.stream.output() if reads else (),
+                prompt=request.arrived.tokens if reads and parameters.reads_prompt else (),
+                targets=request.arrived.tokens[scored.start : scored.stop] if scored else (),
             )
         )
     copies = tuple(event for event in plan.events if isinstance(event, BlockCopied))

@@ -67,6 +67,11 @@ class Parameters(Struct, frozen=True, omit_defaults=True):
         )
 
     @property
+    def reads_prompt(self) -> bool:
+        """Whether tokens of the prompt change logits, beyond what the model made of them."""
+        return self.repetition_penalty != 1.0
+
+    @property
     def reads_answer(self) -> bool:
         """Whether a token can be sampled only once all tokens before it are known."""
         return self.penalised or bool(self.grammar)
