@@ -13,6 +13,7 @@ from statemachine.records import NO_LOGPROBS
 from .asking import Ask
 from .wire import ApiError
 from .wire_chat import ChatRequest, Message
+from .wire_grammar import grammar_of
 from .wire_sampling import check_vocabulary
 
 
@@ -22,7 +23,7 @@ def ask_of_chat(request: ChatRequest, tokenizer: Tokenizer, external_id: str) ->
     logprobs = (request.top_logprobs or 0) if request.logprobs else NO_LOGPROBS
     return Ask(
         prompts=(prompt_tokens(request.messages, tokenizer),),
-        parameters=request.parameters(logprobs=logprobs),
+        parameters=request.parameters(logprobs=logprobs, grammar=grammar_of(request)),
         external_id=external_id,
         n=request.n or 1,
         namespace=request.namespace,

@@ -8,6 +8,7 @@ from statemachine.records import NO_LOGPROBS, NO_SCORES
 from .asking import Ask
 from .prompts import prompts_of
 from .wire_completions import CompletionRequest
+from .wire_grammar import grammar_of
 from .wire_sampling import check_vocabulary
 
 FIRST_SCORED = 1
@@ -22,6 +23,7 @@ def ask_of_completion(request: CompletionRequest, tokenizer: Tokenizer, external
         prompts=prompts_of(request.prompt, tokenizer, "prompt"),
         parameters=request.parameters(
             logprobs=NO_LOGPROBS if request.logprobs is None else request.logprobs,
+            grammar=grammar_of(request),
             score_from=FIRST_SCORED if told and request.echo else NO_SCORES,
         ),
         external_id=external_id,

@@ -63,9 +63,13 @@ class Desk:
             code="model_not_found",
         )
 
-    async def aside(self, bytes_read: int, work: Callable[..., Made], *arguments: Any) -> Made:
-        """`work(*arguments)`; on another thread where a body is large, so that streams go on."""
-        if bytes_read <= BIG_BODY_BYTES:
+    async def aside(
+        self, bytes_read: int, work: Callable[..., Made], *arguments: Any, slow: bool = False
+    ) -> Made:
+        """`work(*arguments)`; on another thread where a body is large, or the work `slow` for
+        another reason, so that streams go on.
+        """
+        if bytes_read <= BIG_BODY_BYTES and not slow:
             return work(*arguments)
         return await asyncio.to_thread(work, *arguments)
 

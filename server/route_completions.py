@@ -42,7 +42,9 @@ async def completions(request: Request) -> Response:
     asked = read_completion_request(body)
     desk.check_model(asked.model)
     external_id = response_id(request, "cmpl-")
-    ask = await desk.aside(len(body), ask_of_completion, asked, desk.tokenizer, external_id)
+    ask = await desk.aside(
+        len(body), ask_of_completion, asked, desk.tokenizer, external_id, slow=asked.constrained
+    )
     answers = desk.admit(ask)
     shape = CompletionShape(desk, asked, answers, external_id)
     exchange = Exchange(desk, answers, shape, external_id)

@@ -1,7 +1,6 @@
 """Sampling fields: what chat and completions bodies say of how tokens are chosen, alike.
 
-Owns the fields, their ranges, and their way into Parameters. The grammar fields are OpenAI's
-response_format and vLLM's extras (guided_*, structured_outputs); one of them at most counts.
+Owns the fields, their ranges, and their way into Parameters.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from statemachine.records import NO_LOGPROBS, NO_SCORES, Parameters
 
 from .asking import NO_LIMIT, SEED_MASK, random_seed
 from .wire import ApiError, check_range
+from .wire_grammar import Constrained
 
 STOPS_MAX = 4
 STOP_CHARACTERS_MAX = 1000
@@ -27,7 +27,7 @@ class StreamOptions(Struct):
     include_usage: bool | None = None
 
 
-class Sampling(Struct, kw_only=True):
+class Sampling(Constrained, kw_only=True):
     """Fields that both bodies have."""
 
     model: str | None = None
