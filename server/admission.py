@@ -24,8 +24,8 @@ from statemachine.state import State
 from statemachine.transitions import apply_all
 
 from .draft import Draft
-from .policy import Policy
 from .parameters import refuse_parameters
+from .policy import Policy
 from .reuse import sharings, waits_for_parent, waits_for_prefix
 from .sharing import sharers
 from .submission import RequestRefused, Submission
