@@ -6,47 +6,66 @@ context; more than that rest is cut to it. A prompt must leave room for one toke
 
 from __future__ import annotations
 
-from kernel.errors import TemplateError
+from typing import Any
+
+from msgspec import structs
+
 from kernel.tokenizer import Tokenizer
 from statemachine.records import NO_LOGPROBS
 
 from .asking import Ask
-from .wire import ApiError
+from .dialect import dialect_of
 from .wire_chat import ChatRequest, Message
 from .wire_grammar import grammar_of
 from .wire_sampling import check_vocabulary
+from .wire_tools import choice_of, tools_of
 
 
 def ask_of_chat(request: ChatRequest, tokenizer: Tokenizer, external_id: str) -> Ask:
     """What the engine is asked for by a checked body. Raises ApiError (400)."""
     check_vocabulary(request, tokenizer)
     logprobs = (request.top_logprobs or 0) if request.logprobs else NO_LOGPROBS
+    prompt = dialect_of(tokenizer).prompt(
+        [turn_of(message) for message in request.messages],
+        tools_of(request.tools),
+        choice_of(request.tool_choice),
+        parallel=request.parallel_tool_calls is not False,
+        grammar=grammar_of(request),
+        extra=template_variables(request),
+    )
     return Ask(
-        prompts=(prompt_tokens(request.messages, tokenizer),),
-        parameters=request.parameters(logprobs=logprobs, grammar=grammar_of(request)),
+        prompts=(prompt.tokens,),
+        parameters=request.parameters(logprobs=logprobs, grammar=prompt.grammar),
         external_id=external_id,
         n=request.n or 1,
         namespace=request.namespace,
+        splitter=prompt.splitter,
         ignore_eos=bool(request.ignore_eos),
     )
 
 
 def prompt_tokens(messages: list[Message], tokenizer: Tokenizer) -> tuple[int, ...]:
     """The prompt as the model's template makes it, answer not begun. Raises ApiError (400)."""
-    turns = [{"role": _role(turn), "content": turn.text()} for turn in messages]
-    try:
-        tokens = tokenizer.apply_chat_template(turns)
-    except TemplateError as error:
-        raise ApiError(f"{_sentence(str(error))}", param="messages") from None
-    if not tokens:
-        raise ApiError("The messages make an empty prompt; send some text.", param="messages")
-    return tuple(tokens)
+    return dialect_of(tokenizer).prompt([turn_of(message) for message in messages]).tokens
 
 
-def _role(turn: Message) -> str:
+def turn_of(message: Message) -> dict[str, Any]:
+    """A message as chat templates take it."""
     # "developer" is OpenAI's newer word for "system"; models were trained on the older one.
-    return "system" if turn.role == "developer" else turn.role
+    role = "system" if message.role == "developer" else message.role
+    turn: dict[str, Any] = {"role": role, "content": message.text()}
+    for name in ("name", "reasoning_content", "tool_call_id"):
+        if (value := getattr(message, name)) is not None:
+            turn[name] = value
+    if message.tool_calls:
+        turn["tool_calls"] = [structs.asdict(call) for call in message.tool_calls]
+        for call in turn["tool_calls"]:
+            call["function"] = structs.asdict(call["function"])
+    return turn
 
 
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:].rstrip(".") + "."
+def template_variables(request: ChatRequest) -> dict[str, Any]:
+    """What the template is told beside messages and tools; most templates ask for none of it."""
+    effort = request.reasoning_effort
+    given = {"reasoning_effort": effort} if effort else {}
+    return given | (request.chat_template_kwargs or {})

@@ -10,15 +10,18 @@ calls and their results then stand in the messages' text, in Hermes' words too.
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import string
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from types import MappingProxyType
 from typing import Any
 
 from attrs import frozen
 
 from kernel.errors import TemplateError
+from kernel.grammar import check_grammar, lark_term
 from kernel.tokenizer import Tokenizer
 
 from . import hermes
@@ -27,6 +30,7 @@ from .parts import PlainSplitter, Splitter
 from .reasoning import ReasoningMarkers, ReasoningSplitter, reasoning_markers
 from .tool_bodies import Calls
 from .tool_formats import HARMONY, HERMES, Format, format_of
+from .tool_grammar import json_term
 from .tools import AUTO, OneCall, Tool, ToolChoice, ToolSplitter
 from .wire import ApiError
 
@@ -47,7 +51,7 @@ class Prompt:
     splitter: Callable[[], Splitter]
 
 
-@frozen
+@frozen(slots=False)
 class Dialect:
     """See the module. shows_tools: the template does; json_arguments: it wants JSON text there."""
 
@@ -64,38 +68,53 @@ class Dialect:
         choice: ToolChoice = AUTO,
         *,
         parallel: bool = True,
-        **extra: Any,
+        grammar: str = "",
+        extra: Mapping[str, Any] = MappingProxyType({}),
     ) -> Prompt:
         """The prompt of `turns`; `extra` are template variables. Raises ApiError (400, messages).
 
-        choice none leaves the tools out. parallel false: one call at most.
+        choice none leaves the tools out. parallel false: one call at most. grammar: of the content
+        (kernel.grammar); a JSON one leaves room for reasoning before it and calls in its place,
+        any other is the grammar of the whole answer. choice required goes before it.
         """
         offered = () if choice.kind == "none" else tuple(tools)
-        text = self.render(turns, offered, **extra)
+        text = self.render(turns, offered, extra)
         tokens = tuple(self.tokenizer.encode(text, add_special_tokens=False))
         if not tokens:
             raise ApiError("The messages make an empty prompt; send some text.", param="messages")
         opened = self.reasoning is not None and self.reasoning.opened_by(text)
-        grammar = ""
+        called = [tool for tool in offered if choice.name in ("", tool.name)]
+        many = parallel and not choice.name
         if choice.kind == "required":
-            called = [tool for tool in offered if choice.name in ("", tool.name)]
-            grammar = self._grammar(called, opened, many=parallel and not choice.name)
+            grammar = self._grammar(opened, called, many=many)
+            if wrong := check_grammar(grammar):
+                raise ApiError(f"The tools cannot be made a grammar: {wrong}.", param="tools")
+        elif (term := _json_answer(grammar)) and (called or self.thinks):
+            grammar = self._grammar(opened, called, many=many, answer=term)
+        elif grammar:
+            return Prompt(tokens, grammar, PlainSplitter)
 
         def splitter() -> Splitter:
             return self._splitter(offered, opened, parallel)
 
         return Prompt(tokens, grammar, splitter)
 
-    def render(self, turns: Sequence[Turn], tools: Sequence[Tool] = (), **extra: Any) -> str:
+    @property
+    def thinks(self) -> bool:
+        """Whether reasoning may come before an answer."""
+        return self.reasoning is not None or self.format is HARMONY
+
+    def render(self, turns: Sequence[Turn], tools: Sequence[Tool], extra: Mapping[str, Any]) -> str:
         """The prompt's text. Raises ApiError (400, messages)."""
+        variables = dict(extra)
         if self.shows_tools:
             turns = [self._with_arguments(turn, index) for index, turn in enumerate(turns)]
             if tools:
-                extra["tools"] = [tool.for_template() for tool in tools]
+                variables["tools"] = [tool.for_template() for tool in tools]
         else:
             turns = hermes.in_words(turns, tools)
         try:
-            return self.tokenizer.render_chat(turns, **extra)
+            return self.tokenizer.render_chat(turns, **variables)
         except TemplateError as error:
             reason = str(error)
             message = reason[:1].upper() + reason[1:].rstrip(".") + "."
@@ -138,32 +157,50 @@ class Dialect:
         letters = string.ascii_letters + string.digits
         return "".join(secrets.choice(letters) for _ in range(SHORT_ID_CHARACTERS))
 
-    def _grammar(self, tools: Sequence[Tool], opened: bool, *, many: bool) -> str:
-        """A call must follow; a model that thinks may do so before."""
-        rules = [self.format.grammar(tools, self.spell, many=many)]
-        start = "calls"
+    def _grammar(self, opened: bool, tools: Sequence[Tool], *, many: bool, answer: str = "") -> str:
+        """What must follow the prompt: a call of `tools`, or an `answer` (a Lark term) if there is
+        one; a model that thinks may do so before.
+        """
+        rules = [self.format.grammar(tools, self.spell, many=many)] if tools else []
+        starts = ["calls"] if tools else []
+        if answer:
+            starts.append("answer")
+            head = "<|channel|>final<|message|>" if self.format is HARMONY else ""
+            rules.append(f"answer: {self.spell(head)} {answer}")
+        thought = ""
         if self.format is HARMONY:
-            start = f"thought? {start}"
             head = self.spell("<|channel|>analysis<|message|>")
-            end = self.spell("<|end|><|start|>assistant")
-            rules.append(f"thought: {head} /(.|\\n)*/ {end}")
+            thought, end = f"({head} thought)?", self.spell("<|end|><|start|>assistant")
+            rules.append(f"thought: /(.|\\n)*/ {end}")
         elif self.reasoning is not None:
             begin, end = map(self.spell, self.reasoning)
-            start = f"thought {start}" if opened else f"({begin} thought)? {start}"
+            thought = "thought" if opened else f"({begin} thought)?"
             rules.append(f"thought: /(.|\\n)*/ {end} /\\n*/")
-        return json.dumps({"lark": "\n".join([f"start: {start}", *rules])})
+        start = f"start: {thought} ({' | '.join(starts)})"
+        return json.dumps({"lark": "\n".join([start, *rules])})
 
     def spell(self, text: str) -> str:
-        """`text` as Lark terms, its markers as the tokens that they are."""
-        markers = sorted(self._markers(text), key=len, reverse=True)
-        for marker in markers:
-            if (token := self.tokenizer.added_token(marker)) is not None:
-                before, _, behind = text.partition(marker)
-                return f"{self.spell(before)} <[{token}]> {self.spell(behind)}".strip()
-        return json.dumps(text, ensure_ascii=False) if text else ""
+        """`text` as Lark terms, its special tokens as the tokens that they are."""
+        pieces = self._specials.split(text) if self._specials else [text]
+        return " ".join(lark_term(self.tokenizer, piece) for piece in pieces if piece)
 
-    def _markers(self, text: str) -> list[str]:
-        return [name for name in self.tokenizer.added_tokens if name in text]
+    @cached_property
+    def _specials(self) -> re.Pattern[str] | None:
+        """Finds the texts of special tokens; None where there are none."""
+        known = self.tokenizer
+        names = [
+            text for text in known.added_tokens if known.added_token(text) in known.special_tokens
+        ]
+        longest_first = sorted(names, key=len, reverse=True)
+        return re.compile(f"({'|'.join(map(re.escape, longest_first))})") if names else None
+
+
+def _json_answer(grammar: str) -> str:
+    """The Lark term of a grammar that wants JSON; empty for any other."""
+    given = json.loads(grammar) if grammar else {}
+    if "json_object" in given:
+        return json_term({"type": "object"}, spaced=True)
+    return json_term(given["json_schema"], spaced=True) if "json_schema" in given else ""
 
 
 @lru_cache(maxsize=8)

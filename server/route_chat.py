@@ -16,10 +16,11 @@ from starlette.responses import Response
 from .chat import ask_of_chat
 from .desk import Desk
 from .logprobs import chat_logprob
-from .parts import Part, Reasoning, Text, join
+from .parts import Part, Reasoning, Text, ToolCallArguments, ToolCallBegun, join
 from .replies import DONE, Exchange, Shape, Unheard, event
 from .routing import desk_of, read_body, response_id
 from .stream import Answer, News, Told, usage_of
+from .submission import STOP
 from .wire import Usage
 from .wire_chat import (
     AnswerMessage,
@@ -32,6 +33,7 @@ from .wire_chat import (
     Logprobs,
     read_chat_request,
 )
+from .wire_tools import CallDelta, FunctionDelta, message_call
 
 
 async def chat_completions(request: Request) -> Response:
@@ -65,6 +67,7 @@ class ChatShape(Shape):
         self._id = external_id
         self._created = int(time.time())
         self._untold: list[list[Told]] = [[] for _ in answers]
+        self._called = [False] * len(answers)
 
     def whole(self, news: list[News]) -> Completion:
         return Completion(
@@ -78,9 +81,13 @@ class ChatShape(Shape):
 
     def _choice(self, news: News) -> Choice:
         whole = join(news.parts)
-        message = AnswerMessage(whole.text, "assistant", None, whole.reasoning or UNSET)
+        calls = [message_call(call) for call in whole.calls]
+        content = whole.text or (None if calls else "")
+        reasoning = whole.reasoning or UNSET
+        message = AnswerMessage(content, "assistant", None, reasoning, calls or UNSET)
         assert news.finish_reason is not None
-        return Choice(news.answer.index, message, news.finish_reason, self._logprobs(news.tokens))
+        reason = finish_reason(news.finish_reason, called=bool(calls))
+        return Choice(news.answer.index, message, reason, self._logprobs(news.tokens))
 
     def first(self) -> Iterable[bytes]:
         for answer in self._answers:
@@ -95,9 +102,11 @@ class ChatShape(Shape):
             logprobs = self._logprobs(untold) if untold else None
             yield self._event(ChunkChoice(index, delta_of(part), None, logprobs))
             untold.clear()
+            self._called[index] |= isinstance(part, ToolCallBegun)
         if news.finish_reason is not None:
             logprobs = self._logprobs(untold) if untold else None
-            yield self._event(ChunkChoice(index, Delta(), news.finish_reason, logprobs))
+            reason = finish_reason(news.finish_reason, called=self._called[index])
+            yield self._event(ChunkChoice(index, Delta(), reason, logprobs))
 
     def last(self) -> Iterable[bytes]:
         if self._request.include_usage:
@@ -128,5 +137,13 @@ def delta_of(part: Part) -> Delta:
             return Delta(content=part.text)
         case Reasoning():
             return Delta(reasoning_content=part.text)
-        case _:
-            raise AssertionError("no splitter of chat completions makes tool calls")
+        case ToolCallBegun(index, id, name):
+            call = CallDelta(index, FunctionDelta("", name), id, "function")
+        case ToolCallArguments(index, json):
+            call = CallDelta(index, FunctionDelta(json))
+    return Delta(tool_calls=[call])
+
+
+def finish_reason(reason: str, *, called: bool) -> str:
+    """OpenAI's word for how an answer ended: one that calls tools waits for their results."""
+    return "tool_calls" if called and reason == STOP else reason

@@ -10,15 +10,21 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from kernel.grammar import WHITESPACE
+
 from .tools import Tool
 
 Spell = Callable[[str], str]
 """A text with markers to its Lark terms: one token where the vocabulary has it so."""
 
 
-def json_term(schema: dict[str, Any]) -> str:
-    """A Lark term that matches JSON of `schema` (llguidance's %json)."""
-    return f"%json {json.dumps(schema)}"
+_PLAIN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+def json_term(schema: dict[str, Any], *, spaced: bool = False) -> str:
+    """A Lark term that matches JSON of `schema` (llguidance's %json), in one line unless spaced."""
+    written = {"whitespace_pattern": WHITESPACE} if spaced else _PLAIN
+    return f"%json {json.dumps({**schema, 'x-guidance': written})}"
 
 
 VALUE_RULES = (

@@ -10,11 +10,15 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
+from .tools import check_tools
 from .wire import ApiError, Usage, check_range, read_body
 from .wire_sampling import Sampling, check_sampling
+from .wire_tools import CallDelta, MessageCall, ToolDefinition, choice_of, tools_of
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TOP_LOGPROBS_MAX = 20
+TEMPLATE_NAMES = frozenset({"messages", "tools", "add_generation_prompt"})
+"""Template variables that are the server's own."""
 
 
 class ContentPart(Struct):
@@ -25,10 +29,14 @@ class ContentPart(Struct):
 
 
 class Message(Struct):
-    """One turn of a conversation."""
+    """One turn of a conversation. tool_calls: an assistant's; tool_call_id: of a tool's result."""
 
     role: str
     content: str | list[ContentPart] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[MessageCall] | None = None
+    tool_call_id: str | None = None
 
     def text(self) -> str:
         """The content as one string; its parts joined as they are."""
@@ -44,7 +52,11 @@ class ChatRequest(Sampling, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    tools: list[ToolDefinition] | None = None
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
     @property
     def answer_tokens_max(self) -> int | None:
@@ -81,10 +93,11 @@ class Logprobs(Struct):
 class AnswerMessage(Struct, omit_defaults=True):
     """The answer."""
 
-    content: str
+    content: str | None
     role: str
     refusal: None
     reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[MessageCall] | UnsetType = UNSET
 
 
 class Choice(Struct):
@@ -114,6 +127,7 @@ class Delta(Struct, omit_defaults=True):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[CallDelta] | UnsetType = UNSET
 
 
 class ChunkChoice(Struct):
@@ -155,8 +169,11 @@ def check_chat(request: ChatRequest) -> None:
     check_range("top_logprobs", request.top_logprobs, 0, TOP_LOGPROBS_MAX)
     if request.top_logprobs is not None and not request.logprobs:
         raise ApiError("top_logprobs needs logprobs: true beside it.", param="top_logprobs")
-    if request.tool_choice not in (None, "none", "auto"):
-        raise ApiError("tool_choice other than auto is not supported.", param="tool_choice")
+    check_tools(tools_of(request.tools), choice_of(request.tool_choice), "function.")
+    for name in TEMPLATE_NAMES & (request.chat_template_kwargs or {}).keys():
+        raise ApiError(
+            f"chat_template_kwargs cannot set {name}.", param=f"chat_template_kwargs.{name}"
+        )
 
 
 def check_messages(messages: list[Message]) -> None:

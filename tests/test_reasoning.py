@@ -69,9 +69,8 @@ def test_no_half_of_a_marker_is_ever_shown() -> None:
     splitter = ReasoningSplitter(THINK, PlainSplitter())
     shown = [join(splitter.feed(piece)) for piece in ["a <", "th", "ink", ">b</thi", "nk", ">c"]]
     nothing = Whole("", "", ())
-    assert shown == [Whole("a", "", ()), nothing, nothing, Whole("", "b", ()), nothing] + [
-        Whole("c", "", ())
-    ]
+    told = [Whole("a", "", ()), Whole("", "b", ()), Whole("c", "", ())]
+    assert shown == [told[0], nothing, nothing, told[1], nothing, told[2]]
 
 
 def test_content_is_split_by_the_inner_splitter_and_reasoning_is_not() -> None:
