@@ -69,10 +69,14 @@ class Answer(Struct):
         return found
 
     @property
+    def output(self) -> tuple[int, ...]:
+        """Tokens of the answer so far."""
+        return (*self.before, *(sample.token for sample in self.samples))
+
+    @property
     def stream(self) -> tuple[int, ...]:
         """Prompt and answer."""
-        sampled = tuple(sample.token for sample in self.samples)
-        return (*self.arrived.tokens, *self.before, *sampled)
+        return (*self.arrived.tokens, *self.output)
 
 
 class Answers:

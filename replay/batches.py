@@ -11,26 +11,37 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
+from server.scoring import scored_positions
 from statemachine.events import LOOKAHEAD, PAD, Appended, AppendedEach, BlockCopied
 from statemachine.records import Parameters, StepDone
+from statemachine.sequence import Sequence
 
-from .answers import Answers
+from .answers import Answer, Answers
 from .errors import Unusable
 from .observed import Pieces
 
 if TYPE_CHECKING:
-    from kernel.batch import Batch
+    from kernel.batch import Batch, Piece
+
+
+class Wishes(Struct, frozen=True):
+    """What the request of a piece asked for; answer: what was known of it, where it reads that."""
+
+    parameters: Parameters
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+    answered: bool
 
 
 class Planned(Struct, frozen=True):
-    """A step that is not answered yet; parameters: of each piece's request, None where it has none.
+    """A step that is not answered yet; wishes: of each piece's request, None where it has none.
 
     A tape may begin behind the arrival of a request, or hold rows of sequences that are none's.
     """
 
     step: int
     pieces: Pieces
-    parameters: tuple[Parameters | None, ...]
+    wishes: tuple[Wishes | None, ...]
 
 
 class Batches:
@@ -43,8 +54,8 @@ class Batches:
     def plan(self, step: int, pieces: Pieces, answers: Answers) -> None:
         """A step was planned, for requests that are live now."""
         found = [answers.live.get(seq) for seq in pieces.seqs]
-        parameters = tuple(None if it is None else it.arrived.parameters for it in found)
-        self._planned[step] = Planned(step, pieces, parameters)
+        wishes = tuple(None if it is None else _wishes(it) for it in found)
+        self._planned[step] = Planned(step, pieces, wishes)
 
     def take(self, step: int) -> Planned:
         """A step is answered."""
@@ -56,25 +67,21 @@ class Batches:
             columns = zip(record.sampled, record.tokens, strict=True)
             self._newest = {pieces.seqs[piece]: token for piece, token in columns}
 
-    def batch(self, planned: Planned, sampled: tuple[int, ...]) -> Batch:
-        """What the kernel was handed; `sampled`: piece numbers, one for each sample.
+    def batch(self, planned: Planned, sampled: tuple[int, ...] | None) -> Batch:
+        """What the kernel was handed; `sampled`: piece numbers, one for each sample; None for rows
+        alone, of which nothing is told.
 
         Raises Unusable for a row whose token nobody sampled.
         """
-        from kernel.batch import Batch, Piece
+        from kernel.batch import Batch
 
         pieces = planned.pieces
-        tokens, pads = self._fed(planned)
-        built = [
-            Piece(
-                sequence=pieces.sequences[number],
-                tokens=tokens[number],
-                pads=pads[number],
-                samples=sampled.count(number),
-                parameters=planned.parameters[number] if number in sampled else None,
-            )
-            for number in range(len(pieces.seqs))
-        ]
+        fed = zip(*self._fed(planned), strict=True)
+        built = []
+        for number, (tokens, pads) in enumerate(fed):
+            wishes = None if sampled is None else planned.wishes[number]
+            samples = 0 if sampled is None else sampled.count(number)
+            built.append(_piece(pieces.sequences[number], tokens, pads, samples, wishes))
         copies = tuple(event for event in pieces.events if isinstance(event, BlockCopied))
         return Batch(planned.step, tuple(built), copies)
 
@@ -106,3 +113,38 @@ class Batches:
                 "none for it: without that token the step cannot be run again"
             )
         return self._newest[seq]
+
+
+def _wishes(answer: Answer) -> Wishes:
+    parameters = answer.arrived.parameters
+    return Wishes(
+        parameters,
+        answer.arrived.tokens,
+        answer.output if parameters.reads_answer else (),
+        answer.length > len(answer.arrived.tokens),
+    )
+
+
+def _piece(
+    sequence: Sequence, tokens: tuple[int, ...], pads: int, samples: int, wishes: Wishes | None
+) -> Piece:
+    """As scheduler.batch makes it."""
+    from kernel.batch import Piece
+
+    if wishes is None:
+        return Piece(sequence, tokens, pads, samples=samples)
+    parameters, prompt = wishes.parameters, wishes.prompt
+    scored = scored_positions(
+        parameters, wishes.answered, len(prompt), sequence.committed, len(tokens)
+    )
+    reads = samples and parameters.reads_answer
+    return Piece(
+        sequence,
+        tokens,
+        pads,
+        samples=samples,
+        parameters=parameters if samples or scored else None,
+        answer=wishes.answer if reads else (),
+        prompt=prompt if reads and parameters.reads_prompt else (),
+        targets=prompt[scored.start : scored.stop] if scored else (),
+    )

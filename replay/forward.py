@@ -56,6 +56,7 @@ class ForwardChecker:
         self._batches = Batches()
         self._steps = 0
         self._tokens = 0
+        self._scores = 0
         self._excused = 0
         self._largest = 0.0
         self._built_here: list[int] = []
@@ -86,6 +87,8 @@ class ForwardChecker:
             "steps run again": self._steps,
             "tokens sampled again": self._tokens,
         }
+        if self._scores:
+            figures["prompt tokens scored again"] = self._scores
         if self._built_here:
             figures["failed builds that do not fail here"] = (
                 f"{len(self._built_here)}, the first in step {self._built_here[0]}"
@@ -153,7 +156,7 @@ class ForwardChecker:
         elif planned.pieces.seqs:
             # Its copies stand; whatever else is written here lies behind every offset.
             try:
-                batch = self._batches.batch(planned, ())
+                batch = self._batches.batch(planned, None)
                 self._kernel.collect(self._kernel.issue(batch))
                 self._built_here.append(record.step)
             except BuildFailed:
@@ -194,6 +197,26 @@ class ForwardChecker:
                 self._exactly(record, pieces, piece, values)
             else:
                 self._nearly(record, pieces, piece, values)
+
+        self._compare_scores(record, pieces, result)
+
+    def _compare_scores(self, record: StepDone, pieces: Pieces, result: StepResult) -> None:
+        """Log-probabilities of prompt tokens: equal, or within the margin on another device."""
+        if result.scored != record.scored or len(record.scored) != len(record.scores):
+            here, tape = len(result.scored), len(record.scored)
+            what = f"{here} prompt tokens were scored here, {tape} on tape, or of other sequences"
+            self._raise(TOKEN, record, pieces, -1, what)
+        columns = zip(record.scored, record.scores, result.score_column, strict=True)
+        for piece, score, here_score in columns:
+            if self._options.only not in (None, pieces.seqs[piece]):
+                continue
+            self._scores += 1
+            off = abs(score - here_score)
+            self._largest = max(self._largest, off)
+            if off > (0.0 if self._exact else self._margin):
+                what = f"a prompt token's log-probability is {here_score} here, {score} on tape"
+                values = (Values("log-probability", score, None, here_score),)
+                self._raise(TOKEN, record, pieces, piece, what, values)
 
     def _exactly(
         self, record: StepDone, pieces: Pieces, piece: int, values: tuple[Values, ...]

@@ -79,12 +79,16 @@ def device_name() -> str:
 def kernel_for(header: Header, loaded: Loaded) -> Kernel:
     """The kernel that the tape was recorded with. Raises Unusable."""
     from kernel.errors import KernelError
+    from kernel.grammar import Grammars
     from kernel.model_kernel import ModelKernel
     from kernel.model_owned import ModelOwnedKernel
 
+    masks = Grammars(loaded.model.tokenizer)
     try:
         if any(group.kind == OPAQUE for group in header.geometry.groups):
-            return ModelOwnedKernel(loaded.model.model, header.geometry)
-        return ModelKernel(loaded.model.model, header.geometry, sanitize=header.sanitize)
+            return ModelOwnedKernel(loaded.model.model, header.geometry, masks=masks)
+        return ModelKernel(
+            loaded.model.model, header.geometry, sanitize=header.sanitize, masks=masks
+        )
     except KernelError as error:
         raise Unusable(f"the tape's model cannot be run: {error}") from error

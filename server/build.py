@@ -106,6 +106,7 @@ def _kernel_of(
 ) -> tuple[Geometry, Callable[[], Kernel]]:
     """What serves a model: its geometry, and what makes its kernel once the settings suit it."""
     from kernel.families import family_of, groups_for, layer_shapes, owned_groups
+    from kernel.grammar import Grammars
     from kernel.model_kernel import ModelKernel
     from kernel.model_owned import ModelOwnedKernel
 
@@ -117,7 +118,8 @@ def _kernel_of(
 
         def over_pages() -> Kernel:
             tell(f"making a pool of {blocks} blocks of {size} tokens")
-            return ModelKernel(loaded.model, pool, sanitize=settings.sanitize)
+            masks = Grammars(loaded.tokenizer)
+            return ModelKernel(loaded.model, pool, sanitize=settings.sanitize, masks=masks)
 
         return pool, over_pages
     if settings.num_blocks is not None or settings.kv_memory is not None:
@@ -128,7 +130,7 @@ def _kernel_of(
 
     def over_its_own_caches() -> Kernel:
         tell(f"{family.reason}: requests run one after the other, and share no prefixes")
-        return ModelOwnedKernel(loaded.model, pool)
+        return ModelOwnedKernel(loaded.model, pool, masks=Grammars(loaded.tokenizer))
 
     return pool, over_its_own_caches
 

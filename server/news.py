@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from kernel.batch import StepResult
 
 from .closing import Outcome
-from .scoring import scored_positions
+from .scoring import scored_by
 from .submission import Update
 from .view import StepPlan, View
 
@@ -40,7 +40,7 @@ def _detailed(
             continue
         outcome = outcome or Outcome(piece.seq, ())
         logprobs = result.logprobs[first : first + len(outcome.tokens)]
-        at = scored_positions(request, plan.state.sequences[piece.seq], piece)
+        at = scored_by(request, plan.state.sequences[piece.seq], piece)
         yield Update(
             piece.seq,
             outcome.tokens,

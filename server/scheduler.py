@@ -42,7 +42,7 @@ from .decoding import decoding, ngrams_of, plan_ahead, plan_decode, sampling
 from .draft import Draft, InFlight
 from .failing import fail_step, settle_failed
 from .policy import Policy
-from .scoring import scored_positions
+from .scoring import scored_by
 from .sharing import share
 from .submission import CANCELLED
 from .view import (
@@ -177,7 +177,7 @@ def batch(view: View, plan: StepPlan) -> Batch:
     for planned in plan.pieces:
         request: RequestState = view.requests[planned.seq]
         sequence, parameters = view.state.sequences[planned.seq], request.arrived.parameters
-        scored = scored_positions(request, sequence, planned)
+        scored = scored_by(request, sequence, planned)
         reads = planned.samples and parameters.reads_answer
         pieces.append(
             Piece(

@@ -7,30 +7,39 @@ answer, its prompt was scored, and it may share rows like any other. Pure.
 
 from __future__ import annotations
 
-from statemachine.events import PROMPT
-from statemachine.records import NO_SCORES
+from statemachine.records import NO_SCORES, Parameters
 from statemachine.sequence import Sequence
 
 from .view import PlannedPiece, RequestState
 
 
-def scores_prompt(request: RequestState) -> bool:
+def scores_prompt(parameters: Parameters, answered: bool) -> bool:
     """Whether prompt tokens are still to be scored."""
-    return request.arrived.parameters.score_from != NO_SCORES and not request.output_tokens
+    return parameters.score_from != NO_SCORES and not answered
 
 
 def shareable_rows(request: RequestState) -> int:
     """How many of its first rows a request may take from others."""
-    length: int = request.stream.length
-    if scores_prompt(request):
-        length = min(length, request.arrived.parameters.score_from)
+    parameters, length = request.arrived.parameters, request.stream.length
+    if scores_prompt(parameters, request.output_tokens > 0):
+        length = min(length, parameters.score_from)
     return max(length - 1, 0)
 
 
-def scored_positions(request: RequestState, sequence: Sequence, piece: PlannedPiece) -> range:
-    """The prompt tokens that a piece's rows score; `sequence` is as its step's plan left it."""
-    if piece.purpose != PROMPT or not scores_prompt(request):
+def scored_positions(
+    parameters: Parameters, answered: bool, prompt_rows: int, end: int, rows: int
+) -> range:
+    """The prompt tokens that a piece scores: the last `rows` of its sequence's `end` committed
+    rows, as its step's plan left them. answered: some of the answer was known by then.
+    """
+    if not scores_prompt(parameters, answered):
         return range(0)
-    end = sequence.committed
-    begin = max(request.arrived.parameters.score_from, end - piece.rows + 1)
-    return range(begin, max(begin, min(end, len(request.stream.prompt) - 1) + 1))
+    begin = max(parameters.score_from, end - rows + 1)
+    return range(begin, max(begin, min(end, prompt_rows - 1) + 1))
+
+
+def scored_by(request: RequestState, sequence: Sequence, piece: PlannedPiece) -> range:
+    """The prompt tokens that a planned piece scores; `sequence` is as the plan left it."""
+    parameters, prompt = request.arrived.parameters, len(request.stream.prompt)
+    answered = request.output_tokens > 0
+    return scored_positions(parameters, answered, prompt, sequence.committed, piece.rows)
