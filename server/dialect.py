@@ -69,20 +69,25 @@ class Dialect:
         *,
         parallel: bool = True,
         grammar: str = "",
+        prefill: str = "",
         extra: Mapping[str, Any] = MappingProxyType({}),
     ) -> Prompt:
         """The prompt of `turns`; `extra` are template variables. Raises ApiError (400, messages).
 
         choice none leaves the tools out. parallel false: one call at most. grammar: of the content
         (kernel.grammar); a JSON one leaves room for reasoning before it and calls in its place,
-        any other is the grammar of the whole answer. choice required goes before it.
+        any other is the grammar of the whole answer. choice required goes before it. prefill: how
+        the answer begins; its splitter sees only what follows.
         """
         offered = () if choice.kind == "none" else tuple(tools)
         text = self.render(turns, offered, extra)
+        opened = self.reasoning is not None and self.reasoning.opened_by(text)
+        if prefill and self.reasoning and opened:
+            text, opened = f"{text.rstrip()}\n{self.reasoning.end}\n\n", False
+        text += prefill
         tokens = tuple(self.tokenizer.encode(text, add_special_tokens=False))
         if not tokens:
             raise ApiError("The messages make an empty prompt; send some text.", param="messages")
-        opened = self.reasoning is not None and self.reasoning.opened_by(text)
         called = [tool for tool in offered if choice.name in ("", tool.name)]
         many = parallel and not choice.name
         if choice.kind == "required":

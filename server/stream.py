@@ -158,6 +158,11 @@ class Answer:
         return told
 
     @property
+    def stopped_by(self) -> str | None:
+        """The stop string that ended the answer."""
+        return self._text.stopped_by
+
+    @property
     def outcome(self) -> str:
         """How it ended, in one word: the finish reason, or who gave it up."""
         return self.finish_reason or (CANCELLED if self._given_up else "disconnected")

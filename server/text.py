@@ -33,7 +33,13 @@ class TextStream:
         self._decoder = decoder
         self._matchers = [_Matcher(text) for text in stop if text]
         self._held = ""
-        self.stopped = False
+        self.stopped_by: str | None = None
+        """The stop string that was complete first."""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was complete."""
+        return self.stopped_by is not None
 
     @property
     def held(self) -> int:
@@ -61,8 +67,9 @@ class TextStream:
         for end, character in enumerate(fresh, start=len(self._held) + 1):
             complete = [m.length for m in self._matchers if m.advance(character)]
             if complete:
-                self.stopped, self._held = True, ""
-                return pending[: end - max(complete)]
+                start = end - max(complete)
+                self.stopped_by, self._held = pending[start:end], ""
+                return pending[:start]
         shown_end = len(pending) - max(matcher.matched for matcher in self._matchers)
         self._held = pending[shown_end:]
         return pending[:shown_end]
