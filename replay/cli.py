@@ -48,6 +48,9 @@ COMMANDS: dict[str, Command] = {
     "export": Command(
         "export", CHANGE, "a tape for other tools: Perfetto, vLLM's KV events, Mooncake, ..."
     ),
+    "repair": Command(
+        "repair", CHANGE, "what can be kept of a torn or damaged tape, as a whole one"
+    ),
     "follow": Command("follow", LOOK, "check a server's capture while it is written"),
     "bisect": Command(
         "bisect", COMPARE, "the first bad step of a long capture, by its checkpoints"

@@ -49,6 +49,8 @@ _LENGTHS_STAY = frozenset({StepWritten, BlockPublished, BlockEvicted})
 offsets are those of before, for less work.
 """
 
+REASONS_KEPT = 3
+"""Of gaps, for the report."""
 EVAL = "eval"
 """The stage of a StepFailed after which the pages hold garbage."""
 EACH_EVENT = "event"
@@ -73,7 +75,10 @@ class Fold:
 
     state: after the last record. pieces: the batches of steps that are not answered yet.
     first_failed: the first step that raised, which is no divergence, but says what was wrong.
-    only: a sequence; observations and content of others are not compared.
+    applied: the last events that were applied as one, the digest of the state before, the state
+    after.
+    gap_reasons: the first few. only: a sequence; observations and content of others are not
+    compared.
     """
 
     def __init__(self, invariants: str = EACH_STEP, only: int | None = None) -> None:
@@ -81,6 +86,8 @@ class Fold:
         self.history = History()
         self.pieces = Flights()
         self.first_failed: StepFailed | None = None
+        self.applied: tuple[tuple[Event, ...], int, State] | None = None
+        self.gap_reasons: list[str] = []
         self._invariants = invariants
         self._observer: Observer | None = None
         self._only = only
@@ -142,6 +149,8 @@ class Fold:
     def _gap(self, record: Gap) -> None:
         self.counts.gaps += 1
         self.counts.lost_records += record.records
+        if record.reason not in self.gap_reasons and len(self.gap_reasons) < REASONS_KEPT:
+            self.gap_reasons.append(record.reason)
         self._lost = True
         self.pieces.clear()  # their answers are among what is missing
 
@@ -213,9 +222,10 @@ class Fold:
             if self._invariants == EACH_EVENT:
                 self._apply_slowly(step, kind, events, check_all)
                 return
-            self._state = apply_all(before, events)
+            self._state = after = apply_all(before, events)
             if self._invariants == EACH_STEP:
-                check_step(self._state)
+                check_step(after)
+            self.applied = events, before.digest, after
         except InvariantBroken as error:
             self._state = before
             self._apply_slowly(step, kind, events, check_step)

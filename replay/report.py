@@ -89,7 +89,8 @@ def verdict(outcome: Outcome) -> str:
     """One line that says it all."""
     counts, found = outcome.counts, outcome.divergence
     went = f"{plural(counts.steps, 'step')}, {plural(counts.rows, 'row')}"
-    lost = f", {counts.lost_records} records lost on a full disk" if counts.gaps else ""
+    missing, gaps = plural(counts.lost_records, "record"), plural(counts.gaps, "gap")
+    lost = f", {missing} missing in {gaps}" if counts.gaps else ""
     if found is not None:
         who = f", sequence {found.sequence}" if found.sequence >= 0 else ""
         what = found.summary.removeprefix(f"sequence {found.sequence}: ") + _events_apart(found)

@@ -94,7 +94,7 @@ def checker_for(options: Options, fold: Fold) -> Checker | None:
     if options.depth == PLAN:
         from .plan import PlanChecker
 
-        return PlanChecker()
+        return PlanChecker(fold)
     if options.depth == FORWARD:
         from .forward import ForwardChecker
 
@@ -229,9 +229,9 @@ def _add_notes(outcome: Outcome, fold: Fold, tape: Tape) -> None:
             f"{failed.step}, at {failed.stage}: {failed.error}"
         )
     if counts.gaps:
+        missing, gaps = plural(counts.lost_records, "record"), plural(counts.gaps, "gap")
         outcome.notes.append(
-            f"{counts.lost_records} records are missing in {counts.gaps} "
-            f"gap{'s' if counts.gaps > 1 else ''}, where the disk was full: nothing is known of "
+            f"{missing} missing in {gaps} ({'; '.join(fold.gap_reasons)}): nothing is known of "
             "these steps"
         )
     if not counts.steps and outcome.divergence is None:

@@ -77,7 +77,7 @@ class StatReport(Struct, frozen=True, kw_only=True):
     verdict: the first line of the text. prompt_tokens: of requests that arrived; answer_tokens: of
     those that ended. acceptance_rate: of guesses. waiting_steps: from arrival to the first row;
     request_steps: from arrival to end. step_us: microseconds of a step by part, `whole` their sum.
-    records_lost: on a full disk. stopped: why nothing is counted from some record on, "" if not.
+    records_lost: in gaps. stopped: why nothing is counted from some record on, "" if not.
     """
 
     format: int = 1

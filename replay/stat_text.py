@@ -103,7 +103,7 @@ def _step_lines(report: StatReport) -> Iterator[tuple[str, str]]:
     open_end = f", {steps.unanswered} never answered" if steps.unanswered else ""
     yield "steps", f"{steps.answered} done{open_end}; failed: {failed}{lost}"
     if report.gaps:
-        yield "", f"{plural(report.gaps, 'gap')}: {report.records_lost} records lost on a full disk"
+        yield "", f"{plural(report.gaps, 'gap')}: {plural(report.records_lost, 'record')} missing"
     yield from _spread_lines("waiting", "steps", {"first row": report.waiting_steps})
     yield from _spread_lines("", "steps", {"whole": report.request_steps})
     whole_last = sorted(report.step_us, key=lambda part: part == WHOLE)

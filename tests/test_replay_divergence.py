@@ -336,9 +336,9 @@ def test_a_clean_report_says_what_was_compared(capsys: pytest.CaptureFixture[str
 
 def test_a_verdict_says_that_records_were_lost() -> None:
     outcome = replay(str(golden.PATH), Options())
-    assert "lost" not in verdict(outcome)
+    assert "missing" not in verdict(outcome)
     lossy = attrs.evolve(outcome, counts=structs.replace(outcome.counts, gaps=1, lost_records=70))
-    assert verdict(lossy).endswith(" rows agree, 70 records lost on a full disk")
+    assert verdict(lossy).endswith(" rows agree, 70 records missing in 1 gap")
 
 
 @pytest.mark.parametrize(

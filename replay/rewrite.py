@@ -1,0 +1,86 @@
+"""Rewrite: a new tape from records, beside its place until it is whole; never over another file.
+
+The segments of a folder become one file: of their headers only the first stays, and their
+checkpoints stand in the middle, so that a reader can still start there.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import zstandard
+
+from statemachine.codec import TapeEncoder
+from statemachine.errors import CodecError
+from statemachine.records import Header, Record
+
+from .errors import Unusable
+
+COMPRESSED = ".zst"
+
+
+class NewTape:
+    """Takes records, one by one. path: where it is until it is whole; bytes: written so far."""
+
+    def __init__(self, path: str, file: Any) -> None:
+        self.path = path
+        self.records = 0
+        self.bytes = 0
+        self._file = file
+        self._encoder = TapeEncoder()
+
+    def put(self, record: Record) -> None:
+        """One record at the end; a header only as the first one. Raises Unusable."""
+        if isinstance(record, Header) and self.records:
+            return
+        try:
+            data = self._encoder.encode([record])
+        except CodecError as error:
+            raise Unusable(str(error)) from error
+        self._file.write(data)
+        self.records += 1
+        self.bytes += len(data)
+
+    def close(self) -> None:
+        """All is written: the file at `path` can be read."""
+        self._file.close()
+
+
+def check_output(output: str) -> None:
+    """Raise Unusable where there is something at that path already."""
+    if os.path.lexists(output):
+        raise Unusable(f"{output} is there already, and nothing is written over: give another name")
+
+
+@contextmanager
+def new_tape(output: str) -> Iterator[NewTape]:
+    """A tape that stands at `output` once the block ends without an error; compressed where that
+    ends in .zst. Raises Unusable where there is something already, or it cannot be written.
+    """
+    check_output(output)
+    place = Path(output)
+    suffix = COMPRESSED if output.endswith(COMPRESSED) else ""
+    try:
+        number, beside = tempfile.mkstemp(suffix, f".{place.name}.", place.parent)
+    except OSError as error:
+        raise Unusable(f"{output} cannot be written: {error.strerror}") from error
+    file: Any = os.fdopen(number, "wb")
+    if suffix:
+        packer = zstandard.ZstdCompressor(level=3, write_checksum=True)
+        file = packer.stream_writer(file)
+    tape = NewTape(beside, file)
+    try:
+        yield tape
+        tape.close()
+        check_output(output)
+        os.replace(beside, place)
+    except OSError as error:
+        raise Unusable(f"{output} cannot be written: {error.strerror}") from error
+    finally:
+        tape.close()
+        Path(beside).unlink(missing_ok=True)
