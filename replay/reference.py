@@ -17,11 +17,14 @@ from statemachine.records import Header, Record, StepDone, StepFailed, StepPlann
 
 from .answers import Answer, Answers, Sampled
 from .divergence import TOKEN, Diverged, Divergence, Values
+from .errors import Unusable
 from .fold import Fold
 from .models import Loaded, load
 from .observed import Pieces
 
 if TYPE_CHECKING:
+    from kernel.grammar import Grammars
+
     from .run import Options
 
 CHUNK_ROWS = 256
@@ -39,6 +42,7 @@ class ReferenceChecker:
         self._answers = Answers()
         self._pieces: dict[int, Pieces] = {}
         self._loaded: Loaded | None = None
+        self._masks: Grammars | None = None
         self._first: Divergence | None = None
         self._requests = 0
         self._tokens = 0
@@ -49,7 +53,10 @@ class ReferenceChecker:
         """One record on. Raises Unusable."""
         self._answers.begin(record)
         if isinstance(record, Header) and self._loaded is None:
+            from kernel.grammar import Grammars
+
             self._loaded = load(record, self._options)
+            self._masks = Grammars(self._loaded.model.tokenizer)
         elif isinstance(record, StepPlanned):
             self._pieces[record.step] = self._fold.pieces[record.step]
         elif isinstance(record, StepDone):
@@ -97,6 +104,7 @@ class ReferenceChecker:
         samples = answer.samples[first : first + rows.shape[0]]
         parameters = answer.arrived.parameters
         begin = len(answer.arrived.tokens) + len(answer.before) + first
+        rows = self._adjusted(answer, first, rows)
         drawn = sample(rows, plan_samples((parameters, begin + at) for at in range(len(samples))))
         recorded = mx.array(np.array([it.token for it in samples], np.uint32))[:, None]
         scores = mx.take_along_axis(rows, recorded, axis=-1)[:, 0]
@@ -106,6 +114,28 @@ class ReferenceChecker:
             self._tokens += 1
             self._largest = max(self._largest, abs(score - it.logit))
             self._one(answer, it, token, score, best - score, is_greedy(parameters))
+
+    def _adjusted(self, answer: Answer, first: int, rows: Any) -> Any:
+        """The scores as tokens were chosen from them; each is told the recorded answer before it.
+
+        Raises Unusable where the answer breaks its grammar.
+        """
+        from kernel.adjusting import Asked, adjusted, plan_adjustments
+        from kernel.metadata import BadBatch
+
+        request, parameters, output = answer.arrived, answer.arrived.parameters, answer.output
+        if not (parameters.logit_bias or parameters.reads_answer):
+            return rows
+        known = len(answer.before) + first
+        count, vocab = rows.shape
+        asked = [
+            Asked(at, request.request, parameters, output[: known + at], known + at, request.tokens)
+            for at in range(count)
+        ]
+        try:
+            return adjusted(rows, plan_adjustments(asked, count, vocab, self._masks))
+        except BadBatch as error:
+            raise Unusable(f"request {request.request}: {error}") from error
 
     def _one(
         self, answer: Answer, it: Sampled, token: int, score: float, behind: float, greedy: bool

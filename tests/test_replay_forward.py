@@ -234,7 +234,7 @@ def tiny_records() -> tuple[Record, ...]:
 @pytest.fixture
 def on_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both deep depths load the tiny llama."""
-    loaded = Loaded(SimpleNamespace(model=tiny()), True, 0.05, "")  # type: ignore[arg-type]
+    loaded = Loaded(SimpleNamespace(model=tiny(), tokenizer=None), True, 0.05, "")  # type: ignore[arg-type]
     monkeypatch.setattr(forward, "load", lambda *_: loaded)
     monkeypatch.setattr(reference, "load", lambda *_: loaded)
 
