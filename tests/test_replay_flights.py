@@ -127,7 +127,7 @@ def replaying(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes both depths run on a given kernel, or on the tiny llama."""
 
     def use(kernel: object = None) -> None:
-        model: Any = None if kernel else SimpleNamespace(model=tiny())
+        model: Any = None if kernel else SimpleNamespace(model=tiny(), tokenizer=None)
         loaded = Loaded(model, True, 0.05, "")
         monkeypatch.setattr(forward, "load", lambda *_: loaded)
         monkeypatch.setattr(reference, "load", lambda *_: loaded)
