@@ -98,6 +98,9 @@ class Answer:
         self.request = engine.submit(submission, self._sink)
 
     def _sink(self, update: Update) -> None:
+        """Called on the engine's thread."""
+        if update.finish_reason is not None:
+            self._open = False
         try:
             self._loop.call_soon_threadsafe(self.inbox.put_nowait, (self, update))
         except RuntimeError:  # the loop is closed: the server stopped, and nobody listens
@@ -136,7 +139,6 @@ class Answer:
         return "".join(pieces)
 
     def _end(self, update: Update) -> str:
-        self._open = False
         if update.finish_reason not in (STOP, LENGTH):
             self.finish_reason = update.finish_reason
             raise _failure(update)
