@@ -231,7 +231,7 @@ def _judge_end(load: Load, played: Played) -> None:
         raise Wrong("left over", f"{played.clients} clients are remembered")
     if played.held_blocks:
         raise Wrong("left over", f"{played.held_blocks} blocks are still held at the end")
-    if status["shadow_found"] or status["capture_failures"]:
+    if status["shadow_found"] or status["divergences"] or status["capture_failures"]:
         raise Wrong("status", str(status))
     if played.updates_after_end:
         raise Wrong("updates", f"{played.updates_after_end} came after a request's end")
