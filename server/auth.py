@@ -70,9 +70,16 @@ class Keys:
 
 def keys_of(settings: Settings) -> Keys | None:
     """The keys of a server; None where it asks for none. Raises SettingsError."""
-    if not settings.api_key and settings.api_key_file is None:
+    if open_paths(settings) is None:
         return None
     return Keys(settings.api_key, settings.api_key_file)
+
+
+def open_paths(settings: Settings) -> frozenset[str] | None:
+    """The paths that need no key; None where none does."""
+    if not settings.api_key and settings.api_key_file is None:
+        return None
+    return OPEN_PATHS | ({METRICS_PATH} if settings.public_metrics else set())
 
 
 def _read_keys(path: str) -> list[bytes]:
@@ -99,12 +106,12 @@ def _digest(key: bytes) -> bytes:
 
 
 class Auth:
-    """ASGI application around another: 401 without a key."""
+    """ASGI application around another: 401 without a key, but at the open paths."""
 
-    def __init__(self, app: ASGIApp, keys: Keys, *, public_metrics: bool = False) -> None:
+    def __init__(self, app: ASGIApp, keys: Keys, paths: frozenset[str]) -> None:
         self._app = app
         self._keys = keys
-        self._open = OPEN_PATHS | ({METRICS_PATH} if public_metrics else set())
+        self._open = paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in self._open:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import msgspec
+from msgspec import Struct
 from starlette.responses import Response
 from starlette.types import Scope
 
@@ -25,6 +26,36 @@ _ANTHROPIC_TYPES = {
     504: "timeout_error",
 }
 """Others are invalid_request_error below 500, api_error from there on (Anthropic, "Errors")."""
+
+
+class RefusalDetails(Struct):
+    """What was wrong. param: the field at fault."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Refusal(Struct):
+    """A refusal in OpenAI's shape (ApiError.body)."""
+
+    error: RefusalDetails
+
+
+class AnthropicDetails(Struct):
+    """What was wrong."""
+
+    type: str
+    message: str
+
+
+class AnthropicRefusal(Struct):
+    """A refusal in Anthropic's shape."""
+
+    error: AnthropicDetails
+    request_id: str | None
+    type: str = "error"
 
 
 def refusal(error: ApiError, scope: Scope, headers: Mapping[str, str] | None = None) -> Response:
@@ -45,11 +76,8 @@ def error_body(error: ApiError, scope: Scope) -> bytes:
         return error.body()
     usual = "api_error" if error.status >= 500 else "invalid_request_error"
     kind = _ANTHROPIC_TYPES.get(error.status, usual)
-    body = {
-        "type": "error",
-        "error": {"type": kind, "message": str(error)},
-        "request_id": scope.get("state", {}).get("request_id"),
-    }
+    request_id = scope.get("state", {}).get("request_id")
+    body = AnthropicRefusal(AnthropicDetails(kind, str(error)), request_id)
     return msgspec.json.encode(body)
 
 

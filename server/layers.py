@@ -12,7 +12,7 @@ from __future__ import annotations
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-from .auth import Auth, keys_of
+from .auth import Auth, keys_of, open_paths
 from .deadline import Deadline
 from .guard import Guard
 from .request_id import HEADER, RequestIds
@@ -24,9 +24,9 @@ CORS_MAX_AGE_S = 600
 def layered(routes: ASGIApp, settings: Settings) -> ASGIApp:
     """The application that is served. Raises SettingsError where keys cannot be read."""
     app: ASGIApp = Deadline(routes, settings.request_timeout_s, settings.body_timeout_s)
-    keys = keys_of(settings)
-    if keys is not None:
-        app = Auth(app, keys, public_metrics=settings.public_metrics)
+    keys, paths = keys_of(settings), open_paths(settings)
+    if keys is not None and paths is not None:
+        app = Auth(app, keys, paths)
     if settings.cors_origins:
         app = CORSMiddleware(
             app,
