@@ -31,9 +31,11 @@ from statemachine.records import (
     StepFailed,
     StepPlanned,
 )
+from statemachine.state import State
 
 from .divergence import PLAN, Diverged, Divergence, Values, event_text
 from .errors import Unusable
+from .fold import Fold
 from .requests import Requests
 
 _IMPOSSIBLE = (ValueError, KeyError, StateMachineError)
@@ -166,7 +168,12 @@ class Planner:
         _compare(record.step, "StepDone", record.events, events)
         if self._requests is not None:
             self._requests.done(record, plan)
-        self.view = scheduler.settle(view, plan, outcomes, events)
+        after = self._after(view.state, record.events)
+        self.view = scheduler.settle(view, plan, outcomes, events, after)
+
+    def _after(self, state: State, events: tuple[Event, ...]) -> State | None:
+        """The state after events, where somebody has applied them to an equal one."""
+        return None
 
     def _failed(self, record: StepFailed) -> None:
         view, plan = self._known(), self._answered(record.step, "StepFailed")
@@ -244,14 +251,23 @@ class PlanChecker(Planner):
 
     needs_fold = False
 
-    def __init__(self) -> None:
+    def __init__(self, fold: Fold | None = None) -> None:
+        """fold: one that is fed each record before this is."""
         super().__init__()
+        self._fold = fold
         self._steps = 0
 
     def feed(self, record: Record) -> None:
         """One record on. Raises Diverged."""
         super().feed(record)
         self._steps += isinstance(record, StepPlanned)
+
+    def _after(self, state: State, events: tuple[Event, ...]) -> State | None:
+        """The fold's, whose events these are too."""
+        applied = None if self._fold is None else self._fold.applied
+        if applied is None or applied[0] is not events or applied[1] != state.digest:
+            return None
+        return applied[2]
 
     def finish(self) -> None:
         """Nothing is left to compare."""

@@ -215,9 +215,16 @@ def _close_piece(
 
 
 def settle(
-    view: View, plan: StepPlan, found: tuple[Outcome, ...], events: tuple[Event, ...]
+    view: View,
+    plan: StepPlan,
+    found: tuple[Outcome, ...],
+    events: tuple[Event, ...],
+    state: State | None = None,
 ) -> View:
-    """The view after a step: tokens joined their answers, ended requests are gone."""
+    """The view after a step: tokens joined their answers, ended requests are gone.
+
+    state: after the events, where the caller has it.
+    """
     ended: set[int] = set()
     ngram = plan.policy.lookup_ngram if plan.policy.draft_tokens else 0
     with view.requests.mutate() as requests:
@@ -228,19 +235,27 @@ def settle(
             elif outcome.tokens:
                 requests[outcome.seq] = _continued(requests[outcome.seq], outcome.tokens, ngram)
         live = requests.finish()
-    freeing = any(piece.purpose in (PROMPT, DRAFT) for piece in plan.pieces)
-    freeing = freeing or plan.step in view.state.pins
-    if view.stuck and not freeing:
-        freeing = any(isinstance(event, FrontTrimmed) for event in events)
-    tried = {piece.seq for piece in plan.pieces}
+    alone = view.alone
+    if alone:
+        tried = {piece.seq for piece in plan.pieces}
+        alone = tuple(seq for seq in alone if seq not in tried)
     return structs.replace(
         view,
-        state=apply_all(view.state, events),
+        state=apply_all(view.state, events) if state is None else state,
         requests=live,
         running=tuple(r for r in view.running if r not in ended) if ended else view.running,
-        alone=tuple(seq for seq in view.alone if seq not in tried) if view.alone else (),
-        stuck=view.stuck and not ended and not freeing,
+        alone=alone,
+        stuck=view.stuck and not ended and not _freeing(view, plan, events),
         flights=view.flights[1:],
+    )
+
+
+def _freeing(view: View, plan: StepPlan, events: tuple[Event, ...]) -> bool:
+    """Whether a step may have made room for who waits, by its kind or by what closed it."""
+    if plan.step in view.state.pins:
+        return True
+    return any(piece.purpose in (PROMPT, DRAFT) for piece in plan.pieces) or any(
+        isinstance(event, FrontTrimmed) for event in events
     )
 
 

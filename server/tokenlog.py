@@ -12,7 +12,7 @@ CHUNK_TOKENS = 128
 """Appending copies at most this many references, and once a chunk the references to all chunks."""
 
 
-class TokenLog(Struct, frozen=True):
+class TokenLog(Struct, frozen=True, gc=False):
     """`prompt`, then full `chunks` of CHUNK_TOKENS, then the `tail`; `length` counts all."""
 
     prompt: tuple[int, ...]

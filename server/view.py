@@ -38,7 +38,7 @@ UNKNOWN = -1
 """cached_tokens of a request that was not admitted yet."""
 
 
-class RequestState(Struct, frozen=True):
+class RequestState(Struct, frozen=True, gc=False):
     """A live request.
 
     stream: prompt + answer so far. cached_tokens: rows adopted at the first admission, UNKNOWN
@@ -85,7 +85,7 @@ class View(Struct, frozen=True):
     step: int = 1
 
 
-class PlannedPiece(Struct, frozen=True):
+class PlannedPiece(Struct, frozen=True, gc=False):
     """One sequence's rows in a step: `rows`, then `pads`; the last `samples` rows are sampled."""
 
     seq: int

@@ -110,10 +110,12 @@ class Tracker:
 
     def uncommitted_tokens(self, cursors: list[Cursor]) -> tuple[int, ...]:
         """The stream's token after each one's committed rows; () where one is not known."""
-        if any(cursor.offset < cursor.tail for cursor in cursors):
+        places = [cursor.offset - cursor.tail for cursor in cursors]
+        if min(places, default=0) < 0:
             return ()
         try:
-            return tuple([cursor.stream[cursor.offset - cursor.tail] for cursor in cursors])
+            pairs = zip(cursors, places, strict=True)
+            return tuple([cursor.stream[place] for cursor, place in pairs])
         except IndexError:
             return ()
 
@@ -134,11 +136,10 @@ class Tracker:
         if committed:
             for cursor, token in zip(cursors, unexpected, strict=False):
                 _overwrite(cursor.stream, cursor.offset, (token,))
+        tail_rows = int(not committed)
         for cursor in cursors:
             cursor.offset += 1
-        if not committed:
-            for cursor in cursors:
-                cursor.tail += 1
+            cursor.tail += tail_rows
 
     def appended(self, seq: int, rows: int, unexpected: tuple[int, ...], purpose: str) -> None:
         cursor = self.cursor(seq)
@@ -172,7 +173,7 @@ class Tracker:
         for cursor, token in zip(cursors, unexpected, strict=False):
             _overwrite(cursor.stream, cursor.offset - cursor.tail, (token,))
         for cursor in cursors:
-            cursor.tail = max(0, cursor.tail - 1)
+            cursor.tail = cursor.tail - 1 if cursor.tail > 0 else 0
 
     def removed(self, seq: int, rows: int) -> None:
         """Trimmed or Rewound."""
