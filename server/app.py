@@ -20,9 +20,11 @@ from .desk import Desk
 from .error_shape import refusal
 from .layers import layered
 from .logs import note
+from .openapi import openapi
 from .route_chat import chat_completions
 from .route_completions import completions
 from .route_embeddings import embeddings
+from .route_messages import count_tokens, messages
 from .route_status import get_model, health, list_models, ready, version
 from .route_tokenize import detokenize, tokenize
 from .routing import desk_of
@@ -35,6 +37,8 @@ log = structlog.get_logger()
 ROUTES = [
     Route("/v1/chat/completions", chat_completions, methods=["POST"]),
     Route("/v1/completions", completions, methods=["POST"]),
+    Route("/v1/messages", messages, methods=["POST"]),
+    Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
     Route("/v1/embeddings", embeddings, methods=["POST"]),
     Route("/tokenize", tokenize, methods=["POST"]),
     Route("/detokenize", detokenize, methods=["POST"]),
@@ -43,6 +47,7 @@ ROUTES = [
     Route("/health", health),
     Route("/ready", ready),
     Route("/version", version),
+    Route("/openapi.json", openapi),
 ]
 
 
@@ -63,6 +68,7 @@ def create_app(
     )
     app.router.redirect_slashes = False
     app.state.desk = Desk(engine, tokenizer, model_name, settings)
+    app.state.settings = settings
     app.middleware_stack = layered(app.build_middleware_stack(), settings)
     return app
 

@@ -113,7 +113,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
 )
 
 
-def check_sampling(request: Sampling) -> None:
+def check_sampling(request: Sampling, stops_param: str = "stop") -> None:
     """Raise ApiError (400) where a field is out of its range."""
     for name, low, high in _RANGES:
         check_range(name, getattr(request, name), low, high)
@@ -122,21 +122,21 @@ def check_sampling(request: Sampling) -> None:
     if request.repetition_penalty == 0:
         name = "repetition_penalty"
         raise ApiError(f"{name} is 0; it must be above 0 (1 changes nothing).", param=name)
-    _check_stops(request.stops)
+    _check_stops(request.stops, stops_param)
     bias_of(request.logit_bias)
 
 
-def _check_stops(stops: tuple[str, ...]) -> None:
+def _check_stops(stops: tuple[str, ...], param: str) -> None:
     if len(stops) > STOPS_MAX:
         raise ApiError(
-            f"stop has {len(stops)} strings; at most {STOPS_MAX} are allowed.", param="stop"
+            f"{param} has {len(stops)} strings; at most {STOPS_MAX} are allowed.", param=param
         )
     for text in stops:
         if not 1 <= len(text) <= STOP_CHARACTERS_MAX:
             raise ApiError(
-                f"stop has a string of {len(text)} characters; "
+                f"{param} has a string of {len(text)} characters; "
                 f"each must have 1 to {STOP_CHARACTERS_MAX}.",
-                param="stop",
+                param=param,
             )
 
 
