@@ -24,6 +24,7 @@ from .wire import Model, ModelList
 from .wire_chat import ChatRequest, Chunk, Completion
 from .wire_completions import CompletionRequest, TextCompletion
 from .wire_embeddings import EmbeddingList, EmbeddingRequest
+from .wire_messages import Counted, MessageAnswer, MessagesRequest
 
 JSON = "application/json"
 EVENTS = "text/event-stream"
@@ -69,6 +70,19 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         gives=TextCompletion,
         events=TextCompletion,
         refuses=MODEL + ENGINE,
+    ),
+    ("POST", "/v1/messages"): Operation(
+        what="An answer to a conversation, in Anthropic's shapes.",
+        takes=MessagesRequest,
+        gives=MessageAnswer,
+        events=dict[str, Any],
+        refuses=MODEL + ENGINE,
+    ),
+    ("POST", "/v1/messages/count_tokens"): Operation(
+        what="The tokens of a conversation, in Anthropic's shapes.",
+        takes=Counted,
+        gives=dict[str, int],
+        refuses=MODEL,
     ),
     ("POST", "/v1/embeddings"): Operation(
         what="Vectors of texts.",
