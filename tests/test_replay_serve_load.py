@@ -16,7 +16,7 @@ import jsonschema
 import pytest
 
 from kernel.hf import read_tokenizer
-from replay import schema, serve_load_run
+from replay import schema
 from replay.cli import main
 from replay.export import export
 from replay.reader import Tape
@@ -30,6 +30,8 @@ from statemachine.records import Gap, Parameters, RequestArrived
 from .completions_server import CompletionsServer, Scripted, completions_server
 from .faults import loads
 from .faults.runner import record as play
+from .http_server import LiveServer
+from .real_server import serving, tiny_folder
 from .sim import SMALL, Sim, prompts
 from .tampering import changed, write
 from .tapes import golden
@@ -89,7 +91,8 @@ class Recorded:
             len(ended.tokens),
             hold=ended.reason == "cancelled",
         )
-        return self.changes.get(request, lambda it: it)(scripted)
+        change = self.changes.get(request)
+        return scripted if change is None else change(scripted)
 
 
 def say(*tokens: int) -> Callable[[Scripted], Scripted]:
@@ -119,9 +122,13 @@ def told(**fields: Any) -> Callable[[Scripted], Scripted]:
 def run(capsys: pytest.CaptureFixture[str]) -> Printed:
     """Runs the command with --json against a server: exit code and report."""
 
-    def command(server: CompletionsServer, *arguments: str, tape: str = TAPE) -> tuple[int, Any]:
+    def command(
+        server: CompletionsServer | LiveServer, *arguments: str, tape: str = TAPE
+    ) -> tuple[int, Any]:
         code = main(["serve-load", tape, server.url, "--json", *arguments])
-        return code, json.loads(capsys.readouterr().out)
+        printed = capsys.readouterr().out.splitlines()  # between lines of a server's log
+        (report,) = (line for line in printed if line.startswith('{"format"'))
+        return code, json.loads(report)
 
     return command
 
@@ -171,14 +178,14 @@ def test_every_request_is_sent_once_as_it_was_in_the_order_of_arrival(run: Print
 
 def test_all_parameters_of_a_request_are_in_its_body() -> None:
     parameters = Parameters(
-        9, 0.5, 0.9, 40, 0.1, 2**64 - 1, (7, 8), ("END",), -3, 0.25, -0.5, 1.25, ((5, -1.5),), "", 2
+        9, 0.5, 0.9, 40, 0.1, 2**64 - 1, (7, 8), ("END",), -3, 0.25, -0.5, 1.25, ((5, -1.5),), "", 9
     )
     arrived = RequestArrived(0, "x", (1, 2), parameters, Namespace(salt="mine"))
     plain = {
         "model": "m", "prompt": [1, 2], "max_tokens": 9, "temperature": 0.5, "top_p": 0.9,
         "seed": -1, "frequency_penalty": 0.25, "presence_penalty": -0.5, "stream": True,
         "stream_options": {"include_usage": True}, "stop": ["END"], "logit_bias": {"5": -1.5},
-        "logprobs": 2,
+        "logprobs": 5,
     }  # fmt: skip
     assert body_of(arrived, "m", None, openai_only=True) == plain
     assert body_of(arrived, "m", None, openai_only=False) == plain | {
@@ -194,7 +201,8 @@ def test_prompts_are_sent_as_the_text_that_makes_their_tokens(
     tokenizer, _ = read_tokenizer(tokenizer_folder)
     arrivals, _ = told_by(TAPE)
     with completions_server(lambda _: Scripted(completion_tokens=0)) as server:
-        _, report = run(server, "--detokenize", str(tokenizer_folder), "--no-cancels")
+        folder = str(tokenizer_folder)
+        _, report = run(server, "--detokenize", folder, "--no-cancels", "--concurrency", "1")
     sent = [tuple(tokenizer.encode(body["prompt"])) for body in server.bodies]
     assert sent == [it.arrived.tokens for it in arrivals.values()]
     assert "<|im_end|>" in "".join(body["prompt"] for body in server.bodies)
@@ -206,7 +214,7 @@ def test_prompts_that_no_text_makes_are_counted(
 ) -> None:
     sim = Sim(SMALL)
     sim.submit((40, 41), 2)
-    sim.submit((byte_tokenizer().token_to_id("\xff"),) * 2, 2)  # bytes that are no UTF-8
+    sim.submit((byte_tokenizer().encode("\xe9").ids[0],) * 2, 2)  # half of a character, twice
     sim.run()
     sim.engine.stop()
     tape = write(tmp_path, sim.capture.records)
@@ -247,7 +255,8 @@ def test_requests_arrive_when_the_trace_for_load_generators_says_so(tmp_path: Pa
         arrivals, _ = told_by(tape)
         times = [it.at_us // 1000 for it in arrivals.values()]
         assert times == [json.loads(line)["timestamp"] for line in lines]
-        assert times[-1] > 0
+    # The step before the one at 48 failed, and took as long as the others.
+    assert [it.at_us for it in told_by(TAPE)[0].values()] == list(range(0, 80_000, 8000))
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
@@ -275,7 +284,7 @@ def test_each_request_is_sent_at_its_time(
             sent[recorded.request_of(json.loads(content))] = loop.now_s
             measured.finish_reason = "length"
 
-    monkeypatch.setattr(serve_load_run.asyncio, "sleep", sleep)
+    monkeypatch.setattr("replay.serve_load_run.asyncio.sleep", sleep)
     load = Load(TAPE, Tape(TAPE))
     client: Any = Client()
     try:
@@ -669,3 +678,20 @@ def test_the_report_is_what_the_schema_says(run: Printed) -> None:
         report, published["$defs"]["ServeLoadReport"] | {"$defs": published["$defs"]}
     )
     assert list(published["$defs"]["ServeLoadReport"]["properties"]) == list(report)
+
+
+def test_our_own_server_says_again_what_it_said(run: Printed, tmp_path: Path) -> None:
+    folder, tape = tiny_folder(tmp_path / "tiny"), str(tmp_path / "capture.log")
+    with serving(folder, capture=tape) as served:
+        for number in range(4):
+            served.ask(
+                f"say {number}", max_tokens=12, temperature=number % 2, seed=2**64 - number - 1
+            )
+        served.ask("stop", max_tokens=400, stop=["e"])
+    for more in (["--tokenizer", str(folder)], ["--detokenize", str(folder), "--openai-only"]):
+        with serving(folder) as served:
+            code, report = run(
+                served.server, "--speed", "max", "--concurrency", "1", *more, tape=tape
+            )
+        assert (code, report["compared_by"], report["notes"]) == (0, {"text": 5}, [])
+        assert report["model"] == str(folder)
