@@ -36,8 +36,10 @@ MATCHERS_MAX = 256
 GRAMMARS_MAX = 32
 """Grammars that are kept compiled."""
 GRAMMAR_CHARS_MAX = 256 << 10
-WHITESPACE = r"[ \t\n\r]{1,24}"
-"""Between the tokens of JSON; without an end to it a small model writes blanks until its limit."""
+WHITESPACE = r" |\n {0,16}|\n\t{0,8}"
+"""Between the tokens of JSON: one blank, or a new line and what it is indented by. Without an end
+to it a small model writes blanks until its limit.
+"""
 LIMITS = LLParserLimits(verbose_errors=False)
 
 
@@ -152,18 +154,45 @@ class Grammars:
 
 
 class _Vocabulary:
-    """A tokenizer as llguidance wants to see one."""
+    """A tokenizer as llguidance wants to see one.
+
+    Called with text that a grammar leaves no choice about, it says which tokens to take for it:
+    those of the model's own tokenizer, if they are that text and no special token; else, where a
+    space is put before each text or a marker is spelled out, the longest ones that fit.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        special = tokenizer.special_tokens
         self._source = tokenizer
+        self._special = tokenizer.special_tokens
         self.eos_token_id = tokenizer.end_tokens[0] if tokenizer.end_tokens else 0
         self.bos_token_id = None
         self.tokens = [tokenizer.written_bytes(token) for token in range(tokenizer.vocab_size)]
-        self.special_token_ids = sorted(special)
+        self.special_token_ids = sorted(self._special)
 
     def __call__(self, text: bytes) -> list[int]:
-        return self._source.encode(text.decode("utf-8", "replace"), add_special_tokens=False)
+        own = self._source.encode(text.decode("utf-8", "replace"), add_special_tokens=False)
+        fits = b"".join(self.tokens[token] for token in own) == text
+        return own if fits and self._special.isdisjoint(own) else self._longest(text)
+
+    def _longest(self, text: bytes) -> list[int]:
+        found, at = [], 0
+        while at < len(text):
+            ends = range(min(len(text), at + self._length_max), at, -1)
+            end = next((end for end in ends if text[at:end] in self._by_bytes), None)
+            if end is None:
+                break
+            found.append(self._by_bytes[text[at:end]])
+            at = end
+        return found
+
+    @cached_property
+    def _by_bytes(self) -> dict[bytes, int]:
+        named = enumerate(self.tokens)
+        return {data: token for token, data in named if data and token not in self._special}
+
+    @cached_property
+    def _length_max(self) -> int:
+        return max(map(len, self._by_bytes), default=0)
 
 
 def _back_to(held: _Held, answer: tuple[int, ...]) -> bool:

@@ -38,7 +38,7 @@ from .tampering import write
 from .tiny_models import byte_tokenizer
 
 VOCAB = 259
-POLICY = Policy(max_batch_tokens=64, max_running=8, prefill_chunk=16, context_tokens=96)
+POLICY = Policy(max_batch_tokens=64, max_running=8, prefill_chunk=16, context_tokens=256)
 AHEAD = structs.replace(POLICY, lookahead=True)
 GUESSING = structs.replace(POLICY, draft_tokens=4, lookup_ngram=1)
 BOTH = structs.replace(GUESSING, lookahead=True)
