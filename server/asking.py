@@ -54,17 +54,21 @@ class Ask(Struct, frozen=True):
 
 
 def submissions_of(
-    ask: Ask, *, context_tokens: int, end_tokens: tuple[int, ...]
+    ask: Ask,
+    *,
+    context_tokens: int,
+    end_tokens: tuple[int, ...],
+    answers_max: int = ANSWERS_MAX,
 ) -> list[Submission]:
     """One for each answer, in order; who is whose parent is known once they are submitted.
 
     context_tokens: the most that a prompt and its answer may have together. Raises ApiError (400).
     """
     answers = len(ask.prompts) * ask.n
-    if answers > ANSWERS_MAX:
+    if answers > answers_max:
         raise ApiError(
             f"{len(ask.prompts)} prompts times n = {ask.n} make {answers} answers; at most "
-            f"{ANSWERS_MAX} are made at once, so send several requests.",
+            f"{answers_max} are made at once, so send several requests.",
             param=ask.prompt_param if len(ask.prompts) > 1 else "n",
         )
     ends = () if ask.ignore_eos else end_tokens

@@ -19,7 +19,7 @@ from msgspec import structs
 from kernel.tokenizer import Tokenizer
 
 from . import wire
-from .asking import Ask, submissions_of
+from .asking import ANSWERS_MAX, Ask, submissions_of
 from .pace import Pace
 from .settings import Settings
 from .stream import Answer
@@ -47,6 +47,8 @@ class Desk:
         self.model = wire.Model(model_name, int(time.time()), engine.context_tokens)
         self.fingerprint = f"fp_{xxhash.xxh3_64_hexdigest(engine.identity.encode())}"
         self.max_body_bytes = settings.max_body_bytes
+        # More than the queue holds would be told to come again later, for ever.
+        self._answers_max = min(ANSWERS_MAX, settings.max_waiting)
         self.closing = False
         self.pace = Pace()
         self._answers: set[Answer] = set()
@@ -84,6 +86,7 @@ class Desk:
             ask,
             context_tokens=self.engine.context_tokens,
             end_tokens=self.tokenizer.end_tokens,
+            answers_max=self._answers_max,
         )
         answers: list[Answer] = []
         try:

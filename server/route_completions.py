@@ -62,9 +62,11 @@ class CompletionShape(Shape):
         self._answers = answers
         self._id = external_id
         self._created = int(time.time())
-        echo = [desk.tokenizer.decode(it.prompt) if request.echo else "" for it in answers]
-        self._echo = echo
-        self._due = [bool(text) for text in echo]
+        self._echo = ["" for _ in answers]
+        if request.echo:
+            texts = {it.prompt: desk.tokenizer.decode(it.prompt) for it in answers if not it.copy}
+            self._echo = [texts[it.prompt] for it in answers]
+        self._due = [bool(text) for text in self._echo]
         self._untold: list[list[Told]] = [[] for _ in answers]
 
     def whole(self, news: list[News]) -> TextCompletion:

@@ -22,7 +22,9 @@ MODEL = "tiny"
 
 
 @contextmanager
-def asked(text: str = "ok", context_tokens: int = 4096) -> Iterator[tuple[FakeEngine, Any]]:
+def asked(
+    text: str = "ok", context_tokens: int = 4096, **chosen: Any
+) -> Iterator[tuple[FakeEngine, Any]]:
     """An engine that answers with `text` and the last byte of the prompt; a client's create."""
     tokenizer = byte_tokenizer()
 
@@ -30,7 +32,7 @@ def asked(text: str = "ok", context_tokens: int = 4096) -> Iterator[tuple[FakeEn
         return [*tokenizer.encode(text), submission.tokens[-1], *tokenizer.encode(END)]
 
     with FakeEngine(tokenizer, script, context_tokens=context_tokens) as engine:
-        settings = Settings(grace_s=0.0)
+        settings = Settings(grace_s=0.0, **chosen)
         app = create_app(engine, tokenizer, MODEL, settings)
         with (
             live_server(app, settings) as server,
@@ -159,6 +161,20 @@ def test_a_wrong_field_is_a_400_that_names_it(fields: dict[str, Any], param: str
             create(extra_body=fields)
         assert refusal.value.param == param
         assert engine.requests == {}
+
+
+def test_more_answers_than_the_queue_holds_are_a_400_and_no_429() -> None:
+    with asked(max_waiting=3) as (engine, create):
+        assert len(create(["a", "b", "c"]).choices) == 3
+        with pytest.raises(
+            openai.BadRequestError, match="make 4 answers; at most 3 are"
+        ) as refusal:
+            create(["a", "b"], n=2)
+        assert refusal.value.param == "prompt"
+        with pytest.raises(openai.BadRequestError) as refusal:
+            create("a", n=4)
+        assert refusal.value.param == "n"
+        assert len(engine.requests) == 3
 
 
 def test_best_of_is_taken_where_it_asks_for_nothing_else() -> None:
