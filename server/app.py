@@ -18,13 +18,18 @@ from kernel.tokenizer import Tokenizer
 
 from .desk import Desk
 from .error_shape import refusal
+from .events import Feed
 from .layers import layered
 from .logs import note
+from .metrics import Counted, Metrics
 from .openapi import openapi
 from .route_chat import chat_completions
 from .route_completions import completions
 from .route_embeddings import embeddings
 from .route_messages import count_tokens, messages
+from .route_metrics import metrics
+from .route_page import events, page, script, style
+from .route_responses import responses
 from .route_status import get_model, health, list_models, ready, version
 from .route_tokenize import detokenize, tokenize
 from .routing import desk_of
@@ -37,6 +42,7 @@ log = structlog.get_logger()
 ROUTES = [
     Route("/v1/chat/completions", chat_completions, methods=["POST"]),
     Route("/v1/completions", completions, methods=["POST"]),
+    Route("/v1/responses", responses, methods=["POST"]),
     Route("/v1/messages", messages, methods=["POST"]),
     Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
     Route("/v1/embeddings", embeddings, methods=["POST"]),
@@ -48,6 +54,11 @@ ROUTES = [
     Route("/ready", ready),
     Route("/version", version),
     Route("/openapi.json", openapi),
+    Route("/metrics", metrics),
+    Route("/", page),
+    Route("/page.css", style),
+    Route("/page.js", script),
+    Route("/events", events),
 ]
 
 
@@ -69,7 +80,11 @@ def create_app(
     app.router.redirect_slashes = False
     app.state.desk = Desk(engine, tokenizer, model_name, settings)
     app.state.settings = settings
-    app.middleware_stack = layered(app.build_middleware_stack(), settings)
+    desk: Desk = app.state.desk
+    app.state.feed = Feed(engine, lambda: desk.closing)
+    app.state.metrics = Metrics(engine, desk.model.id, ROUTES)
+    layers = layered(app.build_middleware_stack(), settings)
+    app.middleware_stack = Counted(layers, app.state.metrics)
     return app
 
 

@@ -38,11 +38,11 @@ class Speaking:
 
 
 @contextmanager
-def speaking(text: str, template: str = TEMPLATE) -> Iterator[Speaking]:
-    """Serve an engine that answers everything with `text`."""
-    tokenizer = byte_tokenizer(template)
+def speaking(text: str, template: str = TEMPLATE, *, fails: bool = False) -> Iterator[Speaking]:
+    """Serve an engine that answers everything with `text`, and fails behind it if `fails`."""
+    tokenizer, said = byte_tokenizer(template), text + ("" if fails else END)
     settings = Settings(grace_s=0.0)
-    with FakeEngine(tokenizer, lambda _: tokenizer.encode(text + END)) as engine:
+    with FakeEngine(tokenizer, lambda _: tokenizer.encode(said)) as engine:
         app = create_app(engine, tokenizer, MODEL, settings)
         with live_server(app, settings) as server:
             yield Speaking(server, engine)

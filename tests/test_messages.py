@@ -132,6 +132,14 @@ def test_events_come_in_their_order_each_with_its_name() -> None:
     assert data[8]["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
 
 
+def test_a_stream_that_fails_in_the_middle_ends_with_an_error_event() -> None:
+    with speaking("ab", fails=True) as server:
+        text = httpx.post(server.url + "/v1/messages", json={**ASK, "stream": True}).text
+    name, data = text.strip().split("\n\n")[-1].split("\n")
+    assert name == "event: error"
+    assert json.loads(data[6:])["error"] == {"type": "api_error", "message": "the script ended"}
+
+
 def test_a_stop_sequence_is_named_and_a_limit_is_max_tokens() -> None:
     with speaking("One two three") as server, client_of(server.url) as client:
         stopped = client.messages.create(**ASK, stop_sequences=["xyz", " t"])
