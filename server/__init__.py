@@ -9,4 +9,25 @@
     them again on a tape's inputs.
 
 No file here touches a page array; only capture.py writes the tape.
+
+`from server import Engine` is the way in for Python programs (api.py).
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .api import Answer, Engine, Score
+    from .wire import ApiError
+
+__all__ = ["Answer", "ApiError", "Engine", "Score"]
+
+
+def __getattr__(name: str) -> object:
+    """The public names, imported when they are first asked for: replay runs without Starlette."""
+    from importlib import import_module
+
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(".wire" if name == "ApiError" else ".api", __name__), name)
