@@ -19,7 +19,7 @@ from .error_shape import refusal
 from .settings import Settings, SettingsError, is_key
 from .wire import ApiError
 
-OPEN_PATHS = frozenset({"/health", "/ready"})
+OPEN_PATHS = frozenset({"/health", "/ready", "/", "/page.css", "/page.js"})
 METRICS_PATH = "/metrics"
 CHALLENGE = {"WWW-Authenticate": "Bearer"}
 
