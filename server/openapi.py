@@ -113,6 +113,15 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ),
     ("GET", "/version"): Operation(what="The version of mlxtape.", gives=dict[str, str]),
     ("GET", "/openapi.json"): Operation(what="This document.", gives=dict[str, Any]),
+    ("GET", "/metrics"): Operation(what="Metrics, as Prometheus reads them.", media="text/plain"),
+    ("GET", "/"): Operation(what="A page for a person.", media="text/html"),
+    ("GET", "/page.css"): Operation(what="The page's style.", media="text/css"),
+    ("GET", "/page.js"): Operation(what="The page's script.", media="text/javascript"),
+    ("GET", "/events"): Operation(
+        what="Snapshots of the engine and its pool, as server-sent events without an end.",
+        media=EVENTS,
+        refuses=(429,),
+    ),
 }
 
 
