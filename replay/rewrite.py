@@ -1,7 +1,6 @@
 """Rewrite: a new tape from records, beside its place until it is whole; never over another file.
 
-The segments of a folder become one file: of their headers only the first stays, and their
-checkpoints stand in the middle, so that a reader can still start there.
+The segments of a folder become one file, in which they stand one behind the other.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ class NewTape:
         self._encoder = TapeEncoder()
 
     def put(self, record: Record) -> None:
-        """One record at the end; a header only as the first one. Raises Unusable."""
-        if isinstance(record, Header) and self.records:
-            return
+        """One record at the end; a header begins a segment. Raises Unusable."""
+        if isinstance(record, Header):
+            self._encoder = TapeEncoder()
         try:
             data = self._encoder.encode([record])
         except CodecError as error:

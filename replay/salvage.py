@@ -45,7 +45,8 @@ class Loss(Struct):
 
 
 class Salvage:
-    """Iterate once: records, and a Loss where some are missing, before what comes behind it.
+    """Iterate once: records, and a Loss where some are missing, before what comes behind it. Behind
+    one, headers of further segments are left out, for their numbers need not follow.
 
     header: the first one; None where no record could be read. ended: the last record is TapeEnded.
     step: the newest that was planned. notes: what was left out.
@@ -60,6 +61,7 @@ class Salvage:
         self._sources = sources_of(path, self.notes)
         self._loss: Loss | None = None
         self._segment = 0
+        self._lossy = False
 
     def __iter__(self) -> Iterator[Record | Loss]:
         for source in self._sources:
@@ -110,9 +112,11 @@ class Salvage:
             many = record.segment - expected
             what = f"segment {expected} is" if many == 1 else f"{many} segments are"
             self._lose(f"{what} missing before segment {record.segment}", reading.source, 0)
+        if not self._lossy:
+            yield record
 
     def _lose(self, why: str, source: str, position: int) -> None:
-        self.ended = False
+        self.ended, self._lossy = False, True
         if self._loss is None:
             self._loss = Loss(why, source, position, self.step)
 
