@@ -116,8 +116,12 @@ class Browser:
         if method is not None:
             self.events.append(message)
 
-    def show(self, page: Path, width: int = 1280, height: int = 800, dark: bool = False) -> None:
-        """Load a file in a window of that size, and wait until its script says it is done."""
+    def show(
+        self, page: Path | str, width: int = 1280, height: int = 800, dark: bool = False
+    ) -> None:
+        """Load a file, or a URL, in a window of that size, and wait until its script says it is
+        done.
+        """
         self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width, height=height, deviceScaleFactor=1, mobile=width < 600,
@@ -135,9 +139,9 @@ class Browser:
             "requestAnimationFrame(done)) : requestAnimationFrame(look); look(); })"
         )
 
-    def load(self, page: Path) -> None:
-        """Go to a file, and wait until it is there."""
-        self.call("Page.navigate", url=page.as_uri())
+    def load(self, page: Path | str) -> None:
+        """Go to a file, or a URL, and wait until it is there."""
+        self.call("Page.navigate", url=page if isinstance(page, str) else page.as_uri())
         while not any(it.get("method") == "Page.loadEventFired" for it in self.events):
             self._read()
 
