@@ -174,15 +174,20 @@ class Dialect:
             rules.append(f"answer: {self.spell(head)} {answer}")
         thought = ""
         if self.format is HARMONY:
-            head = self.spell("<|channel|>analysis<|message|>")
-            thought, end = f"({head} thought)?", self.spell("<|end|><|start|>assistant")
-            rules.append(f"thought: /(.|\\n)*/ {end}")
+            thought = f"({self.spell('<|channel|>analysis<|message|>')} thought)?"
+            rules += self._until("<|end|><|start|>assistant")
         elif self.reasoning is not None:
-            begin, end = map(self.spell, self.reasoning)
-            thought = "thought" if opened else f"({begin} thought)?"
-            rules.append(f"thought: /(.|\\n)*/ {end} /\\n*/")
+            thought = "thought" if opened else f"({self.spell(self.reasoning.begin)} thought)?"
+            rules += self._until(self.reasoning.end)
         start = f"start: {thought} ({' | '.join(starts)})"
         return json.dumps({"lark": "\n".join([start, *rules])})
+
+    def _until(self, end: str) -> list[str]:
+        """Lark rule `thought`: anything up to `end`, and line breaks behind it."""
+        terms = self.spell(end)
+        if terms.startswith('"'):
+            return [f"thought: thinking /\\n*/\nthinking[suffix={terms}]: /(.|\\n)*/"]
+        return [f"thought: /(.|\\n)*/ {terms} /\\n*/"]
 
     def spell(self, text: str) -> str:
         """`text` as Lark terms, its special tokens as the tokens that they are."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import tokenizers
@@ -39,15 +39,16 @@ WORDS = ("one END two", "DEF", "HI", LONG)
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
 
 
-def byte_tokenizer(chat_template: str | None = TEMPLATE) -> Tokenizer:
-    """256 byte tokens, WORDS as tokens 256.., END last."""
+def byte_tokenizer(chat_template: str | None = TEMPLATE, special: Sequence[str] = ()) -> Tokenizer:
+    """256 byte tokens, WORDS as tokens 256.., END, and special tokens last."""
     byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     alphabet = _byte_alphabet()
     core = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=alphabet, merges=[]))
     core.pre_tokenizer = byte_level
     core.decoder = tokenizers.decoders.ByteLevel()
     core.add_tokens([tokenizers.AddedToken(word, special=False) for word in WORDS])
-    core.add_special_tokens([tokenizers.AddedToken(END, special=True)])
+    names = (END, *special)
+    core.add_special_tokens([tokenizers.AddedToken(name, special=True) for name in names])
     return Tokenizer(core, chat_template=chat_template)
 
 
