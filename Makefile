@@ -15,7 +15,7 @@ help:
 	@echo "make clients real clients from PyPI and npm, installed into .clients, against a real server"
 	@echo "make faults  put each known bug back and let replay find it"
 	@echo "make sim     random loads for SECONDS=60, each clean at fold and plan"
-	@echo "make bench   measure on this machine"
+	@echo "make bench   measure on this machine (ROWS=1e7: replays of tapes up to that long)"
 
 setup: $(VENV)/installed
 
@@ -56,7 +56,7 @@ sim: setup
 	@$(BIN)/python -m tests.simulation --seconds $(SECONDS)
 
 bench: model
-	@$(BIN)/python -m tests.bench
+	@$(BIN)/python -m tests.bench $(if $(ROWS),--rows $(ROWS))
 
 faults: model
 	@$(BIN)/python -m tests.faults

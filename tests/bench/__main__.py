@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 from pathlib import Path
@@ -9,17 +10,26 @@ from pathlib import Path
 from kernel.blas import load_blas
 from kernel.bundled import BUNDLED
 
-from . import growth, machine
+from . import growth, machine, replaying
 from .table import Table, about
+
+SECTIONS = ["machine", "replay", "model", "http"]
 
 
 def main(arguments: list[str]) -> int:
-    """Sections by name: machine, model, http, growth; all but growth without a name."""
+    """Sections by name: machine, replay, model, http, growth; all but growth without a name.
+
+    --rows 1e7: the longest tape that replay is measured with.
+    """
+    parser = argparse.ArgumentParser(prog="python -m tests.bench")
+    parser.add_argument("sections", nargs="*", choices=[*SECTIONS, "growth"], default=SECTIONS)
+    parser.add_argument("--rows", type=float, default=replaying.ROWS_MAX)
+    asked = parser.parse_args(arguments)
     blas = load_blas()
     named = about(blas)
     print("\n".join(f"{name}: {value}" for name, value in named.items()))
     table = Table()
-    sections = arguments or ["machine", "model", "http"]
+    sections = asked.sections
     model = next(iter(BUNDLED))
     plain: dict[int, float] = {}
     if "machine" in sections:
@@ -29,6 +39,11 @@ def main(arguments: list[str]) -> int:
         machine.policy(table)
         machine.encoding(table)
         machine.tape(table)
+    if "replay" in sections:
+        table.section("how fast decode steps are replayed (one core)")
+        replaying.rates(table)
+        table.section("the same against a tape's length, and the memory of the whole process")
+        replaying.growth(table, int(asked.rows))
     if "growth" in sections:
         growth.curves(table)
         growth.profile()

@@ -242,7 +242,7 @@ def encoding(table: Table) -> None:
 
     class Keep:
         checkpoint_due = False
-        position = gaps = 0
+        position = gaps = bytes_written = 0
 
         def write(self, given: list[Record]) -> None:
             records.extend(given)

@@ -1,0 +1,109 @@
+"""How fast tapes are replayed, and whether that, or memory, grows with a tape's length.
+
+Rates are of decode steps of 32 and 64 rows, with and without a step in flight. Growth is measured
+in processes of their own, which read a tape that is made while they read it, so that no disk is
+needed: chats, of whose rows six in seven are prompts, as many requests at once at every length.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import msgspec
+from msgspec import structs
+
+from kernel.fake import FakeKernel
+from replay.run import FOLD, PLAN
+from server.capture import CaptureWriter
+from server.engine import Engine
+from server.loop import Parts
+from server.policy import Policy
+from server.submission import Submission
+from statemachine.geometry import Geometry, Group
+from statemachine.records import FORMAT, Header, Parameters
+
+from .replay_child import measured
+from .table import Table
+
+ANSWER_TOKENS = 600
+REPEATS = 5
+ROWS_MIN = 10_000
+ROWS_MAX = 100_000
+"""The longest tape where nobody asks for longer ones."""
+LOAD = "chats"
+
+
+def rates(table: Table) -> None:
+    """Rows and steps a second of processor time, medians."""
+    with tempfile.TemporaryDirectory() as folder:
+        for running, lookahead in ((64, False), (32, False), (32, True)):
+            path = Path(folder) / f"{running}-{lookahead}.log"
+            _decode_steps(path, running, lookahead)
+            ahead = ", lookahead" if lookahead else ""
+            for depth in (FOLD, PLAN):
+                seconds, rows, steps = _median(path, depth)
+                name = f"{depth}, {running} rows a step{ahead}"
+                table.add(name, rows / seconds, "rows a s")
+                table.add(name, steps / seconds, "steps a s")
+
+
+def _decode_steps(path: Path, running: int, lookahead: bool) -> None:
+    """A long decode of so many sequences, blocks' edges in every step, on tape."""
+    policy = Policy(max_batch_tokens=8192, max_running=running, prefill_chunk=512)
+    policy = structs.replace(policy, context_tokens=4096, lookahead=lookahead)
+    geometry = Geometry(block_size=16, groups=(Group(num_blocks=4096),))
+    header = Header(
+        format=FORMAT,
+        software="bench",
+        created_ns=0,
+        model="fake",
+        digests={},
+        geometry=geometry,
+        policy=msgspec.to_builtins(policy),
+        capabilities={},
+    )
+    kernel = FakeKernel(geometry, vocab_size=49152, sanitize="edges")
+    parts = Parts(kernel, policy, CaptureWriter(path), header)
+    engine = Engine(lambda: parts)
+    engine.open()
+    for request in range(running):
+        prompt = tuple(range(request, request + 32 + request % 16))
+        engine.submit(Submission(prompt, Parameters(ANSWER_TOKENS)), lambda _update: None)
+    while engine.step():
+        pass
+    engine.stop()
+
+
+def _median(path: Path, depth: str) -> tuple[float, int, int]:
+    """Seconds of the processor, rows and steps of a replay."""
+    runs = [measured(str(path), depth) for _ in range(REPEATS)]
+    return statistics.median(run[0] for run in runs), *runs[0][1:]
+
+
+def growth(table: Table, rows_max: int = ROWS_MAX) -> None:
+    """Rate and peak memory at each power of ten, up to `rows_max`."""
+    for depth in (FOLD, PLAN):
+        first = 0.0
+        rows = ROWS_MIN
+        while rows <= rows_max:
+            told = _in_a_process(rows, depth)
+            rate = told["rows"] / told["seconds"]
+            first = first or rate
+            name = f"{depth}, {told['rows']:,} rows in {told['steps']:,} steps"
+            table.add(name, rate, "rows a s", first, f"at {ROWS_MIN:,}")
+            table.add(f"{name}: peak memory", told["peak_bytes"] / 2**20, "MiB")
+            rows *= 10
+
+
+def _in_a_process(rows: int, depth: str) -> dict[str, float]:
+    make = [sys.executable, "-m", "tests.long_tape", "/dev/stdout", str(rows), LOAD]
+    with subprocess.Popen(make, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as maker:
+        read = [sys.executable, "-m", "tests.bench.replay_child", depth]
+        done = subprocess.run(read, stdin=maker.stdout, capture_output=True, check=True)
+    told: dict[str, float] = json.loads(done.stdout)
+    return told
