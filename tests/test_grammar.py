@@ -11,6 +11,7 @@ import jsonschema
 import numpy as np
 import pytest
 import tokenizers
+from msgspec import structs
 from tokenizers import decoders, models
 
 from kernel.batch import Batch
@@ -18,6 +19,7 @@ from kernel.grammar import MATCHERS_MAX, Grammars, check_grammar, lark_term
 from kernel.masks import GrammarFailed, Words
 from kernel.model_kernel import ModelKernel
 from kernel.tokenizer import Tokenizer
+from kernel.weights import load_model
 from server.policy import Policy
 from server.submission import RequestRefused
 from statemachine.events import DRAFT
@@ -263,3 +265,48 @@ def test_an_engine_without_grammars_refuses_them_and_so_does_one_without_an_end(
     with pytest.raises(RequestRefused, match="without a tokenizer"):
         sim.submit([1, 2], 4, grammar=DIGITS, end_tokens=ENDS)
     assert sim.kernel.batches == list[Batch]()
+
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 20},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 8}, "maxItems": 3},
+        "address": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string", "maxLength": 12},
+                "zip": {"type": "integer", "minimum": 0, "maximum": 99999},
+            },
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+    "required": ["name", "age", "tags", "address"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_smollm2_answers_by_a_schema_at_any_temperature() -> None:
+    loaded = load_model("smollm2-135m")
+    held = loaded.tokenizer
+    prompt = tuple(
+        held.apply_chat_template([{"role": "user", "content": "Describe a person as JSON."}])
+    )
+    grammar = json.dumps({"json_schema": PERSON})
+    ends = held.end_tokens
+    asking = [(prompt, Parameters(160, grammar=grammar, end_tokens=ends))]
+    asking += [
+        (prompt, Parameters(160, temperature=1.0, seed=seed, grammar=grammar, end_tokens=ends))
+        for seed in range(20)
+    ]
+    policy = structs.replace(POLICY, max_running=32, context_tokens=512)
+    made = run(asking, policy, blocks=1200, loaded=loaded)
+    assert [inbox.reason for inbox in made.inboxes] == ["stop"] * 21
+    texts = [held.decode(inbox.tokens) for inbox in made.inboxes]
+    for text in texts:
+        jsonschema.validate(json.loads(text), PERSON)
+    assert len(set(texts)) > 15

@@ -65,7 +65,7 @@ class Run:
 
     inboxes: list[Inbox]
     records: list[Record]
-    model: Any
+    used: Any
     status: dict[str, int]
 
     def appended(self, purpose: str) -> int:
@@ -82,10 +82,15 @@ def run(
     windows: bool = False,
     owned: bool = False,
     apart: bool = False,
+    loaded: Any = None,
 ) -> Run:
-    """Serve requests (prompt, parameters), all at once or, `apart`, one after the other."""
+    """Serve requests (prompt, parameters), all at once or, `apart`, one after the other.
+
+    loaded: a model with a tokenizer, in place of the tiny one.
+    """
     model = tiny(windows) if not owned else tiny_llama(seed=5, vocab=VOCAB)
-    masks, kernel = Grammars(tokenizer()), None
+    used = loaded or SimpleNamespace(model=model, tokenizer=tokenizer(), vocab_size=VOCAB)
+    masks, kernel, model = Grammars(used.tokenizer), None, used.model
     if owned:
         pool = Geometry(8, owned_groups())
         kernel = ModelOwnedKernel(model, pool, masks=masks)
@@ -96,7 +101,7 @@ def run(
     capture = MemoryCapture()
     told = {"device": models.device_name(), "blas": load_blas(), "layers": 3}
     head = structs.replace(header(pool, policy), **told, sanitize="off" if owned else "full")
-    engine = Engine(lambda: Parts(kernel, policy, capture, head, vocab_size=VOCAB))
+    engine = Engine(lambda: Parts(kernel, policy, capture, head, vocab_size=used.vocab_size))
     engine.open()
     inboxes = []
     for prompt, parameters in wanted:
@@ -108,13 +113,12 @@ def run(
         pass
     status = engine.status()
     engine.stop()
-    return Run(inboxes, capture.records, model, status)
+    return Run(inboxes, capture.records, used, status)
 
 
 def assert_clean(made: Run, folder: Path, patch: pytest.MonkeyPatch, *, deep: bool = True) -> None:
     """The tape holds at every depth."""
-    held: Any = SimpleNamespace(model=made.model, tokenizer=tokenizer())
-    loaded = Loaded(held, True, 0.05, "")
+    loaded = Loaded(made.used, True, 0.05, "")
     patch.setattr(forward, "load", lambda *_: loaded)
     patch.setattr(reference, "load", lambda *_: loaded)
     path = write(folder, made.records)
