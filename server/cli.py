@@ -1,4 +1,4 @@
-"""Command line: `mlxtape serve` and `mlxtape generate`.
+"""Command line: `mlxtape serve`, `generate`, `chat`, `score` and `bench`.
 
 Owns arguments, exit codes (0 done, 1 failed, 2 wrong usage, 130 interrupted) and what a person
 reads. A refusal is one sentence on the error stream, never a traceback.
@@ -13,39 +13,34 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
-from typing import Any, ClassVar, NoReturn, Protocol
+from typing import Any, ClassVar, NoReturn
 
 import attrs
 
 from kernel.errors import KernelError
 from kernel.tokenizer import Tokenizer
 
+from . import terminal
+from .api import Engine, RunningEngine
 from .app import create_app
 from .auth import keys_of
 from .capture import CaptureError
-from .generate import GenerateError, generate
 from .listen import ListenError, bind, check_tls, listen, run
 from .logs import configure_logs
 from .print_config import config_text
 from .settings import Settings, SettingsError, load_with_sources
-from .submission import EngineApi, EngineStopped, RequestRefused
+from .submission import EngineStopped, RequestRefused
+from .terminal import CommandFailed
 from .wire import ApiError
 from .wire_chat import ChatRequest, Message, check_chat
 
-EXPECTED = (KernelError, CaptureError, ListenError, GenerateError, EngineStopped, RequestRefused)
+EXPECTED = (KernelError, CaptureError, ListenError, CommandFailed, EngineStopped, RequestRefused)
 SERVING_ONLY = (
     *("host", "port", "max_waiting", "max_body_bytes", "max_header_bytes", "body_timeout_s"),
     *("request_timeout_s", "keep_alive_s", "grace_s", "api_key", "api_key_file", "public_metrics"),
     *("cors_origins", "tls_cert", "tls_key"),
 )
-"""Settings that mean nothing to `generate`."""
-
-
-class RunningEngine(EngineApi, Protocol):
-    """An engine that was started."""
-
-    def stop(self) -> None:
-        """Cancel what is live, end the tape, wait for the thread."""
+"""Settings that mean nothing where nothing is served."""
 
 
 Build = Callable[[Settings, Callable[[str], None]], tuple[RunningEngine, Tokenizer]]
@@ -63,7 +58,7 @@ def main(argv: Sequence[str] | None = None, build: Build | None = None) -> int:
             return 0
         if command == "serve":
             return _serve(settings, build or _build)
-        return _generate(settings, build or _build, **own)
+        return _in_process(command, settings, build or _build, own)
     except (SettingsError, ApiError) as error:
         return _fail(error, 2)
     except EXPECTED as error:
@@ -110,29 +105,24 @@ def _serve(settings: Settings, build: Build) -> int:
     return 0
 
 
-def _generate(
-    settings: Settings,
-    build: Build,
-    *,
-    prompt: str,
-    max_tokens: int | None = None,
-    temperature: float = 0.0,
-    seed: int | None = None,
-) -> int:
+def _in_process(command: str, settings: Settings, build: Build, own: dict[str, Any]) -> int:
+    """A command that needs no address: it ends with its answer."""
     level = "warning" if settings.log_level == "info" else settings.log_level
     configure_logs(level, settings.log_format)
-    request = ChatRequest(
-        messages=[Message("user", prompt)],
-        max_tokens=max_tokens,
-        temperature=temperature,
-        seed=seed,
-    )
-    check_chat(request)
-    engine, tokenizer = build(settings, _tell)
-    try:
-        generate(engine, tokenizer, request)
-    finally:
-        engine.stop()
+    sampling = ("max_tokens", "temperature", "seed")
+    asked: dict[str, Any] = {name: own.pop(name) for name in sampling if name in own}
+    if command in ("generate", "chat"):
+        check_chat(ChatRequest(messages=[Message("user", "")], **asked))
+    with Engine(*build(settings, _tell), settings) as engine:
+        if command == "generate":
+            terminal.generate(engine, own["prompt"], asked)
+        elif command == "chat":
+            terminal.chat(engine, own.get("system"), asked)
+        elif command == "score":
+            terminal.score(engine, own["prompt"], own["continuations"], own.get("json", False))
+        else:
+            as_json = own.pop("json", False)
+            terminal.print_bench(terminal.bench(engine, **_BENCH | own | asked), as_json)
     return 0
 
 
@@ -155,7 +145,10 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"mlxtape: {message}{hint} (see {self.prog} --help)\n")
 
 
-OWN = ("config", "print_config", "prompt", "max_tokens", "temperature", "seed")
+OWN = (
+    *("config", "print_config", "prompt", "max_tokens", "temperature", "seed", "system"),
+    *("continuations", "json", "requests", "concurrency", "prompt_tokens"),
+)
 """Arguments that are no settings."""
 
 
@@ -174,10 +167,50 @@ def _parser() -> argparse.ArgumentParser:
     )
     one = _add_command(commands, "generate", "print the answer to one message", SERVING_ONLY)
     one.add_argument("-p", "--prompt", required=True, metavar="TEXT", help="the message")
-    one.add_argument("--max-tokens", type=int, metavar="N", help="tokens of the answer at most")
-    one.add_argument("--temperature", type=float, metavar="T", help="0 to 2 (default 0: greedy)")
-    one.add_argument("--seed", type=int, metavar="N", help="random by default")
+    talk = _add_command(commands, "chat", "talk with a model on the terminal", SERVING_ONLY)
+    talk.add_argument("--system", metavar="TEXT", help="the conversation's system message")
+    for command in (one, talk):
+        _add_sampling(command)
+    _add_score(_add_command(commands, "score", "log-likelihoods of continuations", SERVING_ONLY))
+    _add_bench(_add_command(commands, "bench", "measure a model on this machine", SERVING_ONLY))
     return parser
+
+
+def _add_sampling(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("--max-tokens", type=int, metavar="N", help="tokens of the answer at most")
+    add("--temperature", type=float, metavar="T", help="0 to 2 (default 0: greedy)")
+    add("--seed", type=int, metavar="N", help="random by default")
+
+
+def _add_score(command: argparse.ArgumentParser) -> None:
+    command.add_argument("-p", "--prompt", required=True, metavar="TEXT", help="what stands before")
+    command.add_argument("continuations", nargs="+", metavar="TEXT", help="what may follow it")
+    command.add_argument("--json", action="store_true", help="print JSON")
+
+
+_BENCH = {"requests": 16, "concurrency": 4, "prompt_tokens": 128, "max_tokens": 64}
+
+
+def _add_bench(command: argparse.ArgumentParser) -> None:
+    texts = {
+        "requests": "requests in all",
+        "concurrency": "requests at a time",
+        "prompt_tokens": "tokens of each prompt",
+        "max_tokens": "tokens of each answer",
+    }
+    for name, text in texts.items():
+        flag = "--" + name.replace("_", "-")
+        shown = f"{text} (default {_BENCH[name]})"
+        command.add_argument(flag, type=_count, metavar="N", help=shown)
+    command.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
+    return value
 
 
 def _add_command(
