@@ -308,7 +308,9 @@ class Tally:
 
 
 def answer_tokens(answer: Answer) -> int:
-    """Tokens of an answer so far; an end token is none of it."""
+    """Tokens of an answer so far; an end token is none of it, nor is what an embedding ends with."""
+    if answer.arrived.parameters.embed:
+        return 0
     samples = answer.samples
     tokens = len(answer.before) + len(samples)
     if samples and samples[-1].token in answer.arrived.parameters.end_tokens:

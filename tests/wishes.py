@@ -30,8 +30,9 @@ from server.engine import Engine
 from server.loop import Parts
 from server.policy import Policy
 from server.submission import Submission
+from statemachine.events import Forked
 from statemachine.geometry import Geometry, Group
-from statemachine.records import Parameters, Record
+from statemachine.records import NO_PARENT, Parameters, Record
 
 from .sim import Inbox, MemoryCapture, header
 from .tampering import write
@@ -68,6 +69,12 @@ class Run:
     used: Any
     status: dict[str, int]
 
+    @property
+    def forks(self) -> int:
+        """How many sequences were forked."""
+        events = [event for record in self.records for event in getattr(record, "events", ())]
+        return sum(isinstance(event, Forked) for event in events)
+
     def appended(self, purpose: str) -> int:
         """How many events on tape issued rows of a purpose."""
         events = [event for record in self.records for event in getattr(record, "events", ())]
@@ -83,10 +90,11 @@ def run(
     owned: bool = False,
     apart: bool = False,
     loaded: Any = None,
+    parents: Sequence[int] = (),
 ) -> Run:
     """Serve requests (prompt, parameters), all at once or, `apart`, one after the other.
 
-    loaded: a model with a tokenizer, in place of the tiny one.
+    loaded: a model with a tokenizer, in place of the tiny one. parents: of each (n > 1).
     """
     model = tiny(windows) if not owned else tiny_llama(seed=5, vocab=VOCAB)
     used = loaded or SimpleNamespace(model=model, tokenizer=tokenizer(), vocab_size=VOCAB)
@@ -104,9 +112,10 @@ def run(
     engine = Engine(lambda: Parts(kernel, policy, capture, head, vocab_size=used.vocab_size))
     engine.open()
     inboxes = []
-    for prompt, parameters in wanted:
+    for number, (prompt, parameters) in enumerate(wanted):
         inboxes.append(Inbox())
-        engine.submit(Submission(tuple(prompt), parameters), inboxes[-1])
+        parent = parents[number] if parents else NO_PARENT
+        engine.submit(Submission(tuple(prompt), parameters, parent=parent), inboxes[-1])
         while apart and engine.step():
             pass
     while engine.step():
@@ -124,7 +133,7 @@ def assert_clean(made: Run, folder: Path, patch: pytest.MonkeyPatch, *, deep: bo
     path = write(folder, made.records)
     for depth in (FOLD, PLAN, FORWARD, REFERENCE) if deep else (FOLD, PLAN, FORWARD):
         outcome = replay(path, Options(depth=depth))
-        assert (outcome.exit_code, outcome.divergence) == (CLEAN, None), depth
+        assert (outcome.exit_code, outcome.divergence) == (CLEAN, None), outcome
 
 
 def dense(tokens: Sequence[int], windows: bool = False) -> np.ndarray:
