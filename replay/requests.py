@@ -116,7 +116,9 @@ class Requests:
     def _is_over(self, answer: Answer, fresh: list[Sampled]) -> bool:
         arrived, parameters = answer.arrived, answer.arrived.parameters
         ends = parameters.end_tokens
-        if parameters.embed or answer.kept is not None or (ends and any(it.token in ends for it in fresh)):
+        if parameters.embed or answer.kept is not None:
+            return True
+        if ends and any(it.token in ends for it in fresh):
             return True
         return answer.length >= min(len(arrived.tokens) + parameters.max_tokens, self._capacity)
 

@@ -308,7 +308,7 @@ class Tally:
 
 
 def answer_tokens(answer: Answer) -> int:
-    """Tokens of an answer so far; an end token is none of it, nor is what an embedding ends with."""
+    """Tokens of an answer so far; an end token is none of it, nor what an embedding ends with."""
     if answer.arrived.parameters.embed:
         return 0
     samples = answer.samples
