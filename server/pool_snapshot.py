@@ -87,7 +87,7 @@ class Snapshot(Struct, frozen=True):
 def snapshot(view: View, counters: Counters, healthy: bool, at_ms: int) -> bytes:
     """A snapshot as JSON."""
     state = view.state
-    ids = sorted(state.sequences)
+    ids = [seq for seq in sorted(state.sequences) if state.sequences[seq].offset]
     listed = [state.sequences[seq] for seq in ids[:SEQUENCES_MAX]]
     others = [state.sequences[seq] for seq in ids[SEQUENCES_MAX:]]
     geometry = state.geometry
