@@ -1,6 +1,6 @@
 """Layers: what stands around the routes, in order.
 
-    RequestIds( Guard( CORS( Auth( Deadline( routes )))))
+    RequestIds( Guard( HeaderLimit( CORS( Auth( Deadline( routes ))))))
 
 An id before all, for every response has one. Guard outside of all that may answer before a body
 was read. CORS outside of Auth: a browser asks it before it sends a key, and must be able to read a
@@ -15,6 +15,7 @@ from starlette.types import ASGIApp
 from .auth import Auth, keys_of, open_paths
 from .deadline import Deadline
 from .guard import Guard
+from .headers import HeaderLimit
 from .request_id import HEADER, RequestIds
 from .settings import Settings
 
@@ -36,4 +37,4 @@ def layered(routes: ASGIApp, settings: Settings) -> ASGIApp:
             expose_headers=(HEADER, "retry-after"),
             max_age=CORS_MAX_AGE_S,
         )
-    return RequestIds(Guard(app))
+    return RequestIds(Guard(HeaderLimit(app, settings.max_header_bytes)))

@@ -19,12 +19,19 @@ from starlette.responses import Response
 
 from .auth import open_paths
 from .error_shape import ANTHROPIC, AnthropicRefusal, Refusal
-from .route_tokenize import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
+from .route_tokenize import (
+    Detokenized,
+    DetokenizeRequest,
+    Tokenized,
+    TokenizeRequest,
+    TokenizerInfo,
+)
 from .wire import Model, ModelList
 from .wire_chat import ChatRequest, Chunk, Completion
 from .wire_completions import CompletionRequest, TextCompletion
 from .wire_embeddings import EmbeddingList, EmbeddingRequest
 from .wire_messages import Counted, MessageAnswer, MessagesRequest
+from .wire_responses import ResponseBody, ResponsesRequest
 
 JSON = "application/json"
 EVENTS = "text/event-stream"
@@ -71,6 +78,13 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         events=TextCompletion,
         refuses=MODEL + ENGINE,
     ),
+    ("POST", "/v1/responses"): Operation(
+        what="A response, in the shapes of OpenAI's responses; none is stored.",
+        takes=ResponsesRequest,
+        gives=ResponseBody,
+        events=dict[str, Any],
+        refuses=MODEL + ENGINE,
+    ),
     ("POST", "/v1/messages"): Operation(
         what="An answer to a conversation, in Anthropic's shapes.",
         takes=MessagesRequest,
@@ -98,6 +112,9 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ),
     ("POST", "/detokenize"): Operation(
         what="The text of tokens.", takes=DetokenizeRequest, gives=Detokenized, refuses=MODEL
+    ),
+    ("GET", "/tokenizer_info"): Operation(
+        what="What a client needs to make prompts itself.", gives=TokenizerInfo
     ),
     ("GET", "/v1/models"): Operation(what="The model that is served.", gives=ModelList),
     ("GET", "/v1/models/{name}"): Operation(what="A model.", gives=Model, refuses=MODEL),
@@ -233,7 +250,7 @@ def _responses(
 ) -> dict[str, Any]:
     refusal = AnthropicRefusal if path.startswith(ANTHROPIC) else Refusal
     refused = {JSON: {"schema": schemas.of(refusal)}}
-    statuses = {500, *operation.refuses}
+    statuses = {431, 500, *operation.refuses}
     if operation.takes is not None:
         statuses.update(BODY)
     if method == "POST":
@@ -243,8 +260,6 @@ def _responses(
     found = {status: _response(status, refused) for status in statuses}
     answer = _answer(operation, schemas)
     found |= {status: _response(status, answer) for status in (200, *operation.also)}
-    # Hypercorn's own, and without a body: headers above max_header_bytes.
-    found[431] = {"description": HTTPStatus(431).phrase}
     return {str(status): found[status] for status in sorted(found)}
 
 

@@ -82,7 +82,7 @@ class Settings:
     )
     max_waiting: int = _setting(1024, "requests that wait at most; one more is refused with 429")
     max_body_bytes: Size = _setting(DEFAULT_BODY, "largest request body")  # noqa: RUF009
-    max_header_bytes: Size = _setting(DEFAULT_HEADERS, "all headers of a request")  # noqa: RUF009
+    max_header_bytes: Size = _setting(DEFAULT_HEADERS, "path and headers of a request")  # noqa: RUF009
     body_timeout_s: float = _setting(60.0, "seconds that a request's body may take to arrive")
     request_timeout_s: float = _setting(
         3600.0, "seconds that a POST may take in all, then it is cancelled (504); 0: no limit"

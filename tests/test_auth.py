@@ -13,7 +13,7 @@ import httpx
 import pytest
 import structlog
 
-from server.app import create_app
+from server.app import ROUTES, create_app
 from server.auth import Keys
 from server.logs import configure_logs
 from server.settings import Settings, SettingsError
@@ -77,7 +77,7 @@ def test_a_known_key_is_let_in(serve: Serve, headers: dict[str, str]) -> None:
         {},
         {"authorization": "Bearer sk-on"},
         {"authorization": "Bearer sk-one2"},
-        {"authorization": "Basic sk-one"},
+        {"authorization": "Digest sk-one"},
         {"authorization": "sk-one"},
         {"authorization": b"Bearer \xff\xfe"},
         {"x_api_key": ""},
@@ -108,12 +108,14 @@ def test_under_messages_the_refusal_has_anthropics_shape(serve: Serve, path: str
     assert body == {"type": "error", "request_id": "r-1"}
 
 
-def test_all_paths_are_guarded_but_health_and_ready(serve: Serve) -> None:
+def test_all_paths_are_guarded_but_those_that_tell_nothing(serve: Serve) -> None:
     server = serve(api_key=("sk-one",))
-    paths = ["/v1/models", "/", "/nothing", "/metrics", "/openapi.json", "/health/", "//health"]
-    assert {httpx.get(server.url + path).status_code for path in paths} == {401}
-    assert httpx.get(server.url + "/health").status_code == 200
-    assert httpx.get(server.url + "/ready").status_code == 200
+    served = {route.path.replace("{name:path}", "tiny") for route in ROUTES}
+    open_ = {"/health", "/ready", "/", "/page.css", "/page.js"}
+    for path in sorted(served - open_ | {"/nothing", "/health/", "//health", "/page.css/x"}):
+        assert (path, httpx.get(server.url + path).status_code) == (path, 401)
+    for path in sorted(open_):
+        assert (path, httpx.get(server.url + path).status_code) == (path, 200)
 
 
 def test_metrics_are_open_where_a_setting_says_so(serve: Serve) -> None:

@@ -176,11 +176,19 @@ def test_headers_that_do_not_arrive_close_the_connection(serve: Serve) -> None:
 # How much a request may bring
 
 
-def test_headers_above_the_limit_are_a_431_and_those_below_are_taken(serve: Serve) -> None:
+def test_headers_above_the_limit_are_a_431_and_those_at_it_are_taken(serve: Serve) -> None:
     server = serve(max_header_bytes=Size(4096))
-    assert httpx.get(server.url + "/health", headers={"x-big": "y" * 3000}).status_code == 200
-    with connection(server) as client:
-        client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX-Big: " + b"y" * 70_000)
+    rest = 4096 - len("/health" + "a" + "host: x  " + "x-big:   ")
+    for more, status in ((0, b"200"), (1, b"431")):
+        with connection(server) as client:
+            value = b"y" * (rest + more)
+            client.sendall(b"GET /health?a HTTP/1.1\r\nHost: x\r\nX-Big: " + value + b"\r\n\r\n")
+            assert client.recv(100).startswith(b"HTTP/1.1 " + status)
+
+
+def test_headers_without_an_end_are_not_read_for_ever(serve: Serve) -> None:
+    with connection(serve(max_header_bytes=Size(4096))) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX-Big: " + b"y" * 10_000)
         assert client.recv(100).startswith(b"HTTP/1.1 431")
 
 
@@ -214,6 +222,19 @@ def test_the_time_to_come_again_is_the_mean_time_between_ends() -> None:
     assert pace.retry_after_s() == 1
     clock[0] = 10_000.0
     assert pace.retry_after_s() == 60
+
+
+def test_answers_that_ended_make_the_pace(engine: FakeEngine) -> None:
+    clock = [100.0]
+    engine.script = lambda _: b"ok"
+    settings = Settings(grace_s=0.0)
+    app = create_app(engine, engine.tokenizer, MODEL, settings)
+    app.state.desk.pace = Pace(lambda: clock[0])
+    with live_server(app, settings) as server:
+        for clock[0] in (107.0, 121.0):
+            assert post(server, CHAT | {"max_tokens": 2}).status_code == 200
+        engine.refusal = RequestRefused("9 requests wait.", "rate_limit_exceeded")
+        assert post(server, CHAT).headers["retry-after"] == "7"
 
 
 def test_one_request_more_than_may_wait_is_refused_and_the_next_served() -> None:
