@@ -52,6 +52,7 @@ COMMANDS: dict[str, Command] = {
         "repair", CHANGE, "what can be kept of a torn or damaged tape, as a whole one"
     ),
     "redact": Command("redact", CHANGE, "a tape without what users said, to give away"),
+    "upgrade": Command("upgrade", CHANGE, "a tape of an older format in this version's"),
     "follow": Command("follow", LOOK, "check a server's capture while it is written"),
     "bisect": Command(
         "bisect", COMPARE, "the first bad step of a long capture, by its checkpoints"
