@@ -176,9 +176,11 @@ class Answer:
             self._engine.cancel(self.request)
 
     def give_up(self) -> None:
-        """The server stops: cancel, and end the response without waiting for the engine."""
+        """The server stops: cancel, and end the response without waiting for the engine. Where the
+        engine has ended it, the response has all that it waits for.
+        """
+        self._given_up = self.finish_reason is None
         if self._open:
-            self._given_up = True
             self.close()
             self.inbox.put_nowait((self, Update(self.request, finish_reason=CANCELLED)))
 

@@ -87,7 +87,7 @@ def grammar_of(request: Constrained) -> str:
 def _grammars(request: Constrained) -> list[tuple[str, dict[str, Any]]]:
     """(field, grammar) for each field that asks for one."""
     vllm = request.structured_outputs or StructuredOutputs()
-    given = [
+    given: list[tuple[str, dict[str, Any] | None]] = [
         ("response_format", _of_format(request.response_format)),
         ("structured_outputs.json", _of_schema("structured_outputs.json", vllm.json)),
         ("structured_outputs.regex", _of_text("regex", vllm.regex)),
