@@ -77,7 +77,6 @@ async def serve_app(
     config = _config(settings)
     # Hypercorn takes the descriptor over, and closes it.
     config.bind = [f"fd://{listener.detach()}"]
-    asyncio.get_running_loop().set_exception_handler(_report)
     stopping = asyncio.Event()
     before = asyncio.all_tasks()
 
@@ -112,12 +111,6 @@ def _config(settings: Settings) -> Config:
     config.include_server_header = False
     config.certfile, config.keyfile = settings.tls_cert, settings.tls_key
     return config
-
-
-def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """A client that fails at TLS, or speaks none, is its own trouble."""
-    if not isinstance(context.get("exception"), ssl.SSLError):
-        loop.default_exception_handler(context)
 
 
 def check_tls(settings: Settings) -> None:
