@@ -125,6 +125,11 @@ class Tokenizer:
         return self._template or ""
 
     @property
+    def named_tokens(self) -> Mapping[str, str]:
+        """Texts of the tokens that templates call by a name, such as bos_token."""
+        return self._named
+
+    @property
     def special_tokens(self) -> frozenset[int]:
         """The ids of added tokens that no text is encoded to but their own."""
         return self._special

@@ -31,7 +31,7 @@ from .route_metrics import metrics
 from .route_page import events, page, script, style
 from .route_responses import responses
 from .route_status import get_model, health, list_models, ready, version
-from .route_tokenize import detokenize, tokenize
+from .route_tokenize import detokenize, tokenize, tokenizer_info
 from .routing import desk_of
 from .settings import Settings
 from .submission import EngineApi
@@ -48,6 +48,7 @@ ROUTES = [
     Route("/v1/embeddings", embeddings, methods=["POST"]),
     Route("/tokenize", tokenize, methods=["POST"]),
     Route("/detokenize", detokenize, methods=["POST"]),
+    Route("/tokenizer_info", tokenizer_info),
     Route("/v1/models", list_models),
     Route("/v1/models/{name:path}", get_model),
     Route("/health", health),

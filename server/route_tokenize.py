@@ -1,4 +1,4 @@
-"""Routes: POST /tokenize and /detokenize, in vLLM's shapes. The engine has no part in them."""
+"""Routes: POST /tokenize and /detokenize, GET /tokenizer_info, in vLLM's shapes; no engine in them."""
 
 from __future__ import annotations
 
@@ -40,6 +40,16 @@ class Tokenized(Struct):
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | UnsetType = UNSET
+
+
+class TokenizerInfo(Struct):
+    """What a client needs to make prompts itself; chat_template: its source, in Jinja."""
+
+    tokenizer_class: str
+    vocab_size: int
+    chat_template: str | None
+    bos_token: str | None
+    eos_token: str | None
 
 
 class DetokenizeRequest(Struct, kw_only=True):
@@ -96,3 +106,20 @@ async def detokenize(request: Request) -> Response:
     desk.check_model(asked.model)
     check_tokens(asked.tokens, desk.tokenizer, "tokens")
     return json_response(Detokenized(desk.tokenizer.prompt_text(asked.tokens)))
+
+
+async def tokenizer_info(request: Request) -> Response:
+    """GET /tokenizer_info."""
+    tokenizer = desk_of(request).tokenizer
+    named, end = tokenizer.named_tokens, None
+    if tokenizer.end_tokens:
+        end = tokenizer.prompt_text(tokenizer.end_tokens[-1:])
+    return json_response(
+        TokenizerInfo(
+            tokenizer_class="PreTrainedTokenizerFast",
+            vocab_size=tokenizer.vocab_size,
+            chat_template=tokenizer.chat_template or None,
+            bos_token=named.get("bos_token"),
+            eos_token=named.get("eos_token", end),
+        )
+    )
