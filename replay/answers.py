@@ -49,14 +49,6 @@ class Answer(Struct):
         """Tokens of prompt and answer so far."""
         return len(self.arrived.tokens) + len(self.before) + len(self.samples)
 
-    def token(self, place: int) -> int | None:
-        """The token at a place of prompt and answer; None where there is none."""
-        for tokens in (self.arrived.tokens, self.before):
-            if place < len(tokens):
-                return tokens[place] if place >= 0 else None
-            place -= len(tokens)
-        return self.samples[place].token if place < len(self.samples) else None
-
     def slice(self, first: int, end: int) -> tuple[int, ...]:
         """Tokens [first, end) of prompt and answer, as far as there are any."""
         prompt, before = self.arrived.tokens, self.before
