@@ -75,6 +75,10 @@ def happened(played: Played) -> list[str]:
         "fork": played.had[Forked.__name__] > 0,
         "flush": bool(load.flush_at),
         "priority": load.policy.scheduling == PRIORITY and played.had[Preempted.__name__] > 0,
+        "read answers": any(it.parameters.reads_answer for it in load.requests),
+        "scores": any(played.scores),
+        "log-probabilities": any(played.told),
+        "embeddings": any(played.embedded),
         "engine stopped": load.stop_at is not None or played.broken,
     }
     return [name for name, did in found.items() if did]

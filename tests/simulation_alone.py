@@ -11,6 +11,7 @@ import struct
 
 from xxhash import xxh3_64_intdigest
 
+from kernel.fake import with_wishes
 from server.admission import capacity_tokens
 from server.submission import LENGTH, STOP
 from statemachine.geometry import Geometry
@@ -26,7 +27,10 @@ def alone(load: Load, request: Request) -> tuple[tuple[int, ...], str]:
     """The whole answer, and why it ends."""
     capacity = capacity_tokens(load.geometry, load.policy)
     most = min(request.max_tokens, capacity - len(request.tokens))
+    if request.wishes.embed:
+        return (), STOP
     seed = request.seed if request.temperature > 0 else 0
+    parameters = request.parameters
     tags = _Tags(load.geometry, root_key(load.geometry, request.namespace))
     for token in request.tokens:
         tags.add(token)
@@ -35,7 +39,12 @@ def alone(load: Load, request: Request) -> tuple[tuple[int, ...], str]:
         position = len(request.tokens) + len(answer)
         packed = struct.pack("<QQQ", tags.last(), seed % 2**64, position if seed else 0)
         told = load.told(0, position)
-        token = xxh3_64_intdigest(packed) % load.vocab if told is None else told
+        mix = xxh3_64_intdigest(packed)
+        if parameters.logit_bias or parameters.reads_answer:
+            said = tuple(answer) if parameters.reads_answer else ()
+            prompt = request.tokens if parameters.reads_prompt else ()
+            mix = with_wishes(mix, parameters, said, prompt)
+        token = mix % load.vocab if told is None else told
         if token in request.end_tokens:
             return tuple(answer), STOP
         answer.append(token)
@@ -44,6 +53,19 @@ def alone(load: Load, request: Request) -> tuple[tuple[int, ...], str]:
         if len(answer) >= most:
             return tuple(answer), LENGTH
         tags.add(token)
+
+
+def scores_alone(load: Load, request: Request) -> dict[int, float]:
+    """What is told of a prompt, by position."""
+    first = request.wishes.score_from
+    tags = _Tags(load.geometry, root_key(load.geometry, request.namespace))
+    scores: dict[int, float] = {}
+    for at, token in enumerate(request.tokens):
+        if at and 0 <= first <= at:
+            mix = xxh3_64_intdigest(struct.pack("<QQ", tags.last(), token))
+            scores[at] = -(mix >> 8 & 0xFFFFFF) / 2**24
+        tags.add(token)
+    return scores
 
 
 def _stopped(request: Request, answer: list[int]) -> bool:

@@ -6,7 +6,8 @@
     every answered     all invariants, in all runs (a predicate whose part of the state is the very
     step               object that it was is not asked again)
     every request      ended, within `bound` steps; told so once and nothing after it; its answer is
-                       a beginning of the answer alone, and all of it where it ended by itself
+                       a beginning of the answer alone, and all of it where it ended by itself; its
+                       log-probabilities, scores and embedding are those that it asked for
     every step         succeeds, but for those whose failure was ordered
     at the end         nothing is held, waits or runs; every block is free or cached; no client is
                        remembered; no row was found that is not its sequence's
@@ -52,7 +53,7 @@ from statemachine.records import StepFailed, StepPlanned, TapeEnded
 from statemachine.state import State
 from statemachine.transitions import apply
 
-from .simulation_alone import alone
+from .simulation_alone import alone, scores_alone
 from .simulation_disk import STUCK
 from .simulation_load import POISON, Load, Request
 from .simulation_play import REFUSED, Played, play
@@ -248,6 +249,20 @@ def _judge_answer(load: Load, played: Played, number: int, request: Request) -> 
         raise Wrong("answer", f"request {number}: {reason} {answer}, alone {end} {expected}")
     if answer != expected[: len(answer)]:
         raise Wrong("answer", f"request {number} began {answer}, alone {expected}")
+    _judge_wishes(load, played, number, request)
+
+
+def _judge_wishes(load: Load, played: Played, number: int, request: Request) -> None:
+    """Each token with its log-probability, each prompt token's score, and an embedding."""
+    wishes, whole = request.wishes, played.reasons[number] in (STOP, LENGTH)
+    told, scores = played.told[number], played.scores[number]
+    if told != (played.answers[number] if wishes.logprobs >= 0 else ()):
+        raise Wrong("wishes", f"request {number}: log-probabilities of {told}")
+    expected = scores_alone(load, request)
+    if (whole and scores.keys() != expected.keys()) or scores.items() - expected.items():
+        raise Wrong("wishes", f"request {number}: scores {scores}, alone {expected}")
+    if played.embedded[number] != (whole and wishes.embed):
+        raise Wrong("wishes", f"request {number} has {played.embedded[number]} embeddings")
 
 
 def _breaks(load: Load, request: Request) -> bool:

@@ -10,18 +10,20 @@ from typing import Any
 
 import attrs
 from attrs import field, frozen
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from kernel.fake import Failure
 from server.policy import Policy
 from statemachine.events import Namespace
 from statemachine.geometry import Geometry, Group
+from statemachine.records import Parameters
 
 FAKE = "fake"
 VOCAB = 64
 POISON = VOCAB
 """A prompt token with which a sequence cannot be built, where a load says so; never sampled."""
 
+PLAIN = Parameters(max_tokens=1)
 POLICY = Policy(max_batch_tokens=64, prefill_chunk=16, context_tokens=96)
 POOL = Geometry(block_size=4, groups=(Group(num_blocks=64),))
 
@@ -33,7 +35,8 @@ class Request:
     sink_raises, sink_cancels: at this update (from 1) its sink raises, or gives the request up from
     inside. slow_s: seconds that each call of its sink takes. text_raises: at this token (from 1)
     its detokeniser raises; 0: it cannot be made. Both ask for a stop string. parent: the number of
-    a request of the load whose prompt it shares (n > 1).
+    a request of the load whose prompt it shares (n > 1). wishes: penalties, bias, grammar (with end
+    tokens only), log-probabilities, scores and embedding; the rest of it is not looked at.
     """
 
     tokens: tuple[int, ...]
@@ -51,6 +54,21 @@ class Request:
     text_raises: int | None = None
     priority: int = 0
     parent: int | None = None
+    wishes: Parameters = PLAIN
+
+    @property
+    def parameters(self) -> Parameters:
+        """What it sends."""
+        return structs.replace(
+            self.wishes,
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            seed=self.seed,
+            end_tokens=self.end_tokens,
+            stop=self.stop,
+            priority=self.priority,
+            grammar=self.wishes.grammar if self.end_tokens else "",
+        )
 
 
 @frozen

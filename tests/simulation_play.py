@@ -23,7 +23,7 @@ from server.engine import Engine
 from server.loop import Parts
 from server.submission import EngineStopped, RequestRefused, Submission, Update
 from server.text import IncrementalDecoder
-from statemachine.records import NO_PARENT, Parameters
+from statemachine.records import NO_PARENT
 
 from .sim import header
 from .simulation_disk import in_memory
@@ -44,8 +44,9 @@ class Played:
     is still held once all is over. arrived, ended: the steps before which a request came in and
     after which it ended. broken: too many steps failed in a row, the last of them with `failure`.
     tape: its bytes, if in memory. status, clients: of the engine, and how many clients it knew,
-    when nothing was left to do. load: what was played. had: what simulation_check.py counts of the
-    tape's events.
+    when nothing was left to do. load: what was played. told, scores, embedded: by request, tokens
+    that came with a log-probability, scores by position, and how many embeddings came. had: what
+    simulation_check.py counts of the tape's events.
     """
 
     answers: tuple[tuple[int, ...], ...]
@@ -66,6 +67,9 @@ class Played:
     clients: int = 0
     updates_after_end: int = 0
     load: Load | None = None
+    told: tuple[tuple[int, ...], ...] = ()
+    scores: tuple[dict[int, float], ...] = ()
+    embedded: tuple[int, ...] = ()
     had: Counter[str] = field(factory=Counter)
 
 
@@ -81,6 +85,9 @@ class Client:
         self.request = request
         self.id: int | None = None
         self.tokens: list[int] = []
+        self.told: list[int] = []
+        self.scores: dict[int, float] = {}
+        self.embedded = 0
         self.reason: str | None = None
         self.cached_tokens = 0
         self.updates = self.late = 0
@@ -93,6 +100,9 @@ class Client:
         self.late += self.reason is not None
         self.cached_tokens = max(self.cached_tokens, update.cached_tokens)
         self.tokens.extend(update.tokens)
+        self.told.extend(it.token for it in update.logprobs)
+        self.scores |= {update.scores_at + at: it.logprob for at, it in enumerate(update.scores)}
+        self.embedded += bool(update.embedding)
         if update.finish_reason is not None:
             self.reason, self.ended = update.finish_reason, self._stage.step_now
         self._stage.clock.wait(self.request.slow_s)
@@ -106,17 +116,9 @@ class Client:
     def send(self) -> None:
         """Submit the request."""
         request, engine = self.request, self._stage.engine
-        parameters = Parameters(
-            request.max_tokens,
-            temperature=request.temperature,
-            seed=request.seed,
-            end_tokens=request.end_tokens,
-            stop=request.stop,
-            priority=request.priority,
-        )
         given = Submission(
             request.tokens,
-            parameters,
+            request.parameters,
             namespace=request.namespace,
             parent=self._stage.id_of(request.parent),
         )
@@ -289,6 +291,9 @@ def _play(
         clients=clients,
         updates_after_end=sum(client.late for client in told),
         load=load,
+        told=tuple(tuple(client.told) for client in told),
+        scores=tuple(client.scores for client in told),
+        embedded=tuple(client.embedded for client in told),
     )
 
 

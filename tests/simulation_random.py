@@ -15,9 +15,10 @@ from server.admission import check_pool
 from server.policy import FCFS, PRIORITY, Policy
 from statemachine.events import Namespace
 from statemachine.geometry import Geometry, Group
+from statemachine.records import Parameters
 
 from .simulation_disk import HALF, NONE, STUCK
-from .simulation_load import POISON, VOCAB, Load, Request, tokens
+from .simulation_load import PLAIN, POISON, VOCAB, Load, Request, tokens
 
 NAMESPACES = (
     Namespace(),
@@ -170,6 +171,24 @@ def _request(
         text_raises=chance.randint(0, 4) if stop and chance.random() < 0.15 else None,
         priority=chance.choice([0, 0, -1, 5]),
         parent=parent,
+        wishes=_wishes(random.Random(f"wishes {seed} {number}"), len(prompt)),
+    )
+
+
+def _wishes(chance: random.Random, prompt: int) -> Parameters:
+    """Mostly none. Out of a chance of its own: loads are what they were before there were any."""
+    if chance.random() > 0.15:
+        return PLAIN
+    return Parameters(
+        max_tokens=1,
+        frequency_penalty=chance.choice([0.0, 0.0, 0.5]),
+        presence_penalty=chance.choice([0.0, 0.0, -0.5]),
+        repetition_penalty=chance.choice([1.0, 1.0, 1.25]),
+        logit_bias=chance.choice([(), (), ((1, 2.0),)]),
+        grammar=chance.choice(["", "", '{"regex": ".*"}']),
+        logprobs=chance.choice([-1, 0, 3]),
+        score_from=chance.choice([-1, 0, prompt // 2, prompt + 1]),
+        embed=chance.random() < 0.1,
     )
 
 
