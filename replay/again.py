@@ -194,7 +194,7 @@ class Memory:
     def __init__(self, header: Header, checkpoints: list[int]) -> None:
         self.records: list[Record] = []
         self._header = header
-        self.position = self.gaps = 0
+        self.position = self.gaps = self.bytes_written = 0
         self._due = list(checkpoints)
         self._step = 0
 

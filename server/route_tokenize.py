@@ -1,4 +1,4 @@
-"""Routes: POST /tokenize and /detokenize, GET /tokenizer_info, in vLLM's shapes; no engine in them."""
+"""Routes: POST /tokenize and /detokenize, GET /tokenizer_info, in vLLM's shapes; no engine here."""
 
 from __future__ import annotations
 
