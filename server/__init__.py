@@ -3,7 +3,8 @@
     cli.py -> build.py -> engine.py (the thread) -> loop.py (one step)
     a step: view.receive(inputs) -> scheduler.plan_step -> capture.write -> kernel.issue, collect
             -> closing.close_step -> closing.settle -> clients.py (news to whoever asked)
-    listen.py -> guard.py -> app.py -> wire.py, chat.py (a request's tokens) -> desk.py, stream.py
+    listen.py -> layers.py -> app.py -> route_*.py: wire_*.py (a body), chat.py, ... (an Ask of it)
+            -> desk.py (admit: Answers) -> stream.py (their news) -> replies.py (a response)
     scheduler.py (draft.py, decoding.py, speculation.py, admission.py, reuse.py, sharing.py),
     closing.py, failing.py, view.py, waiting.py, tokenlog.py and policy.py are pure: replay runs
     them again on a tape's inputs.
