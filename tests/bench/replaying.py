@@ -2,7 +2,8 @@
 
 Rates are of decode steps of 32 and 64 rows, with and without a step in flight. Growth is measured
 in processes of their own, which read a tape that is made while they read it, so that no disk is
-needed: chats, of whose rows six in seven are prompts, as many requests at once at every length.
+needed: chats of 32 at a time, most of whose rows are prompts. For the fold the tape is made by
+hand; for the plan a scheduler has to make it, which takes longer than the replay.
 """
 
 from __future__ import annotations
@@ -35,7 +36,11 @@ REPEATS = 5
 ROWS_MIN = 10_000
 ROWS_MAX = 100_000
 """The longest tape where nobody asks for longer ones."""
-LOAD = "chats"
+_MAKERS = {
+    FOLD: ("tests.bench.by_hand", "{rows}"),
+    PLAN: ("tests.long_tape", "/dev/stdout", "{rows}", "chats"),
+}
+"""Modules that write a tape of so many rows to standard output, with their arguments."""
 
 
 def rates(table: Table) -> None:
@@ -101,7 +106,7 @@ def growth(table: Table, rows_max: int = ROWS_MAX) -> None:
 
 
 def _in_a_process(rows: int, depth: str) -> dict[str, float]:
-    make = [sys.executable, "-m", "tests.long_tape", "/dev/stdout", str(rows), LOAD]
+    make = [sys.executable, "-m", *(word.format(rows=rows) for word in _MAKERS[depth])]
     with subprocess.Popen(make, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as maker:
         read = [sys.executable, "-m", "tests.bench.replay_child", depth]
         done = subprocess.run(read, stdin=maker.stdout, capture_output=True, check=True)
