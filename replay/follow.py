@@ -7,6 +7,7 @@ the report, or a command is run and it goes on at the next checkpoint. Where to 
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import shutil
 import signal
@@ -108,7 +109,10 @@ class Follower:
         the exit code. Raises Unusable.
         """
         try:
-            self._tell(FOLLOWING, self._progress())
+            if os.path.exists(self._path):
+                self._tell(FOLLOWING, f"following {self._path}")
+            else:
+                self._tell(WAITING, f"waiting for {self._path}: nothing is there yet")
             while not self._read():
                 if self._live.ended:
                     return self._ended()
@@ -204,11 +208,12 @@ class Follower:
         """A line, if it is time for one."""
         if self._clock() - self._spoke >= self._options.between_s:
             self._spoke = self._clock()
-            self._tell(FOLLOWING, self._progress())
+            if self._live.source:
+                self._tell(FOLLOWING, self._progress())
+            else:
+                self._tell(WAITING, f"waiting for {self._path}: nothing is there yet")
 
     def _progress(self) -> str:
-        if not self._live.source:
-            return f"waiting for {self._path}: nothing is there yet"
         counts, left = self._counts(), self._live.unread_bytes
         clean = f"{self._divergences} diverged" if self._divergences else "clean so far"
         behind = f"; {left:,} bytes not read yet" if left else ""
@@ -238,8 +243,6 @@ class Follower:
     def _tell(
         self, state: str, text: str, report: ReplayReport | None = None, code: int | None = None
     ) -> None:
-        if state == FOLLOWING and not self._live.source:
-            state = WAITING
         self._say(
             FollowReport(
                 state=state,

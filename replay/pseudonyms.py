@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from functools import lru_cache
 from hashlib import blake2b
 
 from server.submission import CANCELLED, ERROR, LENGTH, STOP
 from statemachine.events import Namespace
 
 KEY_BYTES = 32
+ROOTS_KEPT = 1024
 REASONS = frozenset(("", STOP, LENGTH, CANCELLED, ERROR, "diverged"))
 """The server's own words for an end; another one may be anybody's."""
 _FOLDERS = re.compile(r"[^\s=:,;()'\"]*/")
@@ -29,8 +31,9 @@ class Pseudonyms:
         """`key`: 1 to 64 bytes."""
         self.repeats = repeats
         self._key = key
+        self.root = lru_cache(ROOTS_KEPT)(self._root)
 
-    def root(self, space: Namespace) -> int:
+    def _root(self, space: Namespace) -> int:
         """What the first row of a namespace builds on."""
         data = f"{len(space.adapter)}:{space.adapter}{space.version}:{space.salt}".encode()
         return self._number(b"root", data)

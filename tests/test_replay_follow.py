@@ -367,7 +367,7 @@ def test_json_lines_are_what_the_schema_says(
     wanted = {"$schema": told["$schema"], "$ref": "#/$defs/FollowReport", "$defs": told["$defs"]}
     for line in lines:
         jsonschema.validate(line, wanted)
-    assert [line["state"] for line in lines] == ["waiting", "diverged"]
+    assert [line["state"] for line in lines] == ["following", "diverged"]
     assert lines[-1]["report"]["divergence"]["class"] == "fold"
 
 
@@ -387,7 +387,7 @@ def test_with_an_alert_it_goes_on_at_the_next_segment(tmp_path: Path) -> None:
     code, said = follow(folder, alert=(sys.executable, "-c", script))
     assert code == DIVERGED
     assert [it.state for it in said] == [
-        "waiting", "diverged", "note", "note", "diverged", "note", "note", "end",
+        "following", "diverged", "note", "note", "diverged", "note", "note", "end",
     ]  # fmt: skip
     lines = told.read_text(encoding="utf-8").splitlines()
     assert [line.split(" ")[:4] for line in lines] == [
