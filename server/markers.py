@@ -29,6 +29,7 @@ class Finder:
         """No marker may be the beginning of another one."""
         self._markers = tuple(markers)
         self._pattern = re.compile("|".join(map(re.escape, self._markers)))
+        self._first = re.compile("|".join({re.escape(marker[0]) for marker in self._markers}))
         self._longest = max(map(len, self._markers))
         self._held = ""
 
@@ -50,9 +51,11 @@ class Finder:
 
     def _begun(self, text: str) -> int:
         """Length of the longest end of `text` with which a marker begins."""
-        for size in range(min(self._longest - 1, len(text)), 0, -1):
-            if any(marker.startswith(text[-size:]) for marker in self._markers):
-                return size
+        earliest = max(0, len(text) - self._longest + 1)
+        for found in self._first.finditer(text, earliest):
+            end = text[found.start() :]
+            if any(marker.startswith(end) for marker in self._markers):
+                return len(end)
         return 0
 
 

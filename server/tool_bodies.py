@@ -125,11 +125,12 @@ class JsonCalls:
         """Until name and arguments are known, or the call is whole."""
         seen = self._raw + text
         try:
-            if head := _HEAD.match(seen):
+            early = len(self._raw) < HEAD_CHARACTERS_MAX
+            if early and (head := _HEAD.match(seen, 0, HEAD_CHARACTERS_MAX)):
                 self._begin(json.loads(f'"{head[1]}"'))
                 self._object, self._read = JsonEnd(strict=False), self._in_arguments
                 return seen[head.end() :]
-            if not _FIRST_KEY.match(seen):
+            if early and not _FIRST_KEY.match(seen, 0, HEAD_CHARACTERS_MAX):
                 raise NotACall
             _, rest = self._object.feed(text)
             self._raw = seen[: len(seen) - len(rest)]
@@ -229,30 +230,46 @@ class NamedCall:
 
 
 class TaggedNotation:
-    """How a call with one tag a parameter is written; `name` and `parameter` match at a start.
+    """How a call with one tag a parameter is written.
 
-    name: group 1 is the tool. parameter: groups 1 and 2 are its key and its value.
+    name: matches the tool's name (group 1). begin, key, between, close: what stands around a
+    parameter's key (group 1 of `key`) and its value. end: what stands behind the call.
     """
 
-    def __init__(self, name: str, parameter: str, close: str, end: str) -> None:
-        """close: the text behind a value; end: the text behind the call."""
+    def __init__(
+        self, *, name: str, begin: str, key: str, between: str, close: str, end: str
+    ) -> None:
+        """name and key are patterns, the others texts; white space may follow each of them."""
+        opened = rf"{re.escape(begin)}({key})\s*{between}"
         self.name = re.compile(name + r"\s*")
-        self.opened = re.compile(parameter)
-        self.parameter = re.compile(parameter + "(.*?)" + close + r"\s*", re.DOTALL)
-        self.close, self.end = close, end
+        self.opened = re.compile(opened)
+        self.parameter = re.compile(f"{opened}(.*?){close}\\s*", re.DOTALL)
+        self.begin, self.close, self.end = begin, close, end
 
 
 FUNCTION_TAGS = TaggedNotation(
-    r"([^<>\s]+)>", r"<parameter=([^<>]+)>", "</parameter>", "</function>"
+    name=r"([^<>\s]+)>",
+    begin="<parameter=",
+    key="[^<>]+",
+    between=">",
+    close="</parameter>",
+    end="</function>",
 )
 INVOKE_TAGS = TaggedNotation(
-    r'([^<>"]+)">', r'<parameter name="([^<>"]+)">', "</parameter>", "</invoke>"
+    name=r'([^<>"]+)">',
+    begin='<parameter name="',
+    key='[^<>"]+',
+    between='">',
+    close="</parameter>",
+    end="</invoke>",
 )
 ARGUMENT_TAGS = TaggedNotation(
-    r"\s*([^<>\s]+)(?=\s*<)\s*",
-    r"<arg_key>(.*?)</arg_key>\s*<arg_value>",
-    "</arg_value>",
-    "</tool_call>",
+    name=r"\s*([^<>\s]+)(?=\s*<)",
+    begin="<arg_key>",
+    key="[^<>]+",
+    between=r"</arg_key>\s*<arg_value>",
+    close="</arg_value>",
+    end="</tool_call>",
 )
 
 
@@ -279,10 +296,17 @@ class TaggedCall:
         while self._value_closed() and (found := self._notation.parameter.match(self._raw)):
             self._raw, self._searched = self._raw[found.end() :], 0
             self._tell(found[1].strip(), found[2])
-        if not self._raw.startswith(self._notation.end):
+        return self._over()
+
+    def _over(self) -> str | None:
+        """The text behind the call, if it is over: at its end tag, or at what is no tag of it."""
+        raw, notation = self._raw, self._notation
+        if raw.startswith(notation.begin) or notation.begin.startswith(raw):
+            return None
+        if notation.end.startswith(raw) and raw != notation.end:
             return None
         self._calls.arguments("}" if self._told else "{}")
-        return self._raw[len(self._notation.end) :]
+        return raw.removeprefix(notation.end)
 
     def finish(self) -> str:
         if self._schema is None:
@@ -290,7 +314,8 @@ class TaggedCall:
         if found := self._notation.opened.match(self._raw):
             # As far as it came, as with JSON that is cut.
             self._tell(found[1].strip(), self._raw[found.end() :], whole=False)
-        return ""
+            return ""
+        return self._raw
 
     def _value_closed(self) -> bool:
         close = self._notation.close

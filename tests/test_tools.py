@@ -212,13 +212,21 @@ def test_any_cuts_give_the_same_parts(sample: tuple[str, str], cuts: list[int]) 
 BITS = ["<tool_call>", "</tool_call>", '{"name": "add", "arguments": ', "{", "}", '"', "\\", " \n"]
 
 
+TAGS = [
+    "<function=add>",
+    "<parameter=x>",
+    "</parameter>",
+    "</function>",
+    "<arg_key>",
+    "<arg_value>",
+]
+
+
 @settings(max_examples=400, deadline=None)
 @given(
     st.sampled_from(sorted(BY_NAME)),
     st.lists(
-        st.sampled_from(
-            [*BITS, "[TOOL_CALLS]", "[ARGS]", "[", "]", ",", "add", "<function=", ">", "x", "<|"]
-        ),
+        st.sampled_from([*BITS, "[TOOL_CALLS]", "[ARGS]", "[", "]", ",", "add", "x", "<|", *TAGS]),
         max_size=14,
     ),
 )
@@ -258,6 +266,12 @@ def test_an_answer_cut_in_a_call_keeps_what_the_model_wrote_of_it() -> None:
     assert seen("hermes", text) == ("", "", [("add", '{"x": 1, "y')])
     text = "<function=add><parameter=x>1</parameter><parameter=y>2"
     assert seen("function tags", text) == ("", "", [("add", '{"x": 1, "y": "2')])
+
+
+def test_a_tagged_call_ends_at_what_is_no_tag_of_it() -> None:
+    text = "<function=add><parameter=x>1</parameter>So <b>.</function>"
+    assert seen("function tags", text) == ("So <b>.</function>", "", [("add", '{"x": 1}')])
+    assert seen("argument tags", "<tool_call>add <b>") == ("<b>", "", [("add", "{}")])
 
 
 def test_arguments_that_break_once_they_stream_are_given_as_they_are() -> None:
