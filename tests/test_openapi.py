@@ -124,6 +124,7 @@ def test_what_is_got_is_as_described(server: LiveServer, engine: FakeEngine, pat
         # Not `get`: some answers never end.
         with httpx.stream("GET", server.url + asked, timeout=WAIT_S) as response:
             check(response, "get", path)
+            assert response.status_code == 200 or not healthy
     if asked != path:
         check(httpx.get(server.url + path.replace("{name}", "none")), "get", path)
 
