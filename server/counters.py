@@ -81,6 +81,7 @@ class Counters:
         self.divergences = dict.fromkeys(DIVERGENCES, 0)
         self.capture_failures = 0
         self.capture_bytes = 0
+        self.capture_gaps = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
         self.prompt_tokens = 0

@@ -429,6 +429,7 @@ class Loop:
         try:
             self._capture.write(records)
             self.counters.capture_bytes = self._capture.bytes_written
+            self.counters.capture_gaps = self._capture.gaps
         except Exception:
             log.exception("the tape could not be written; serving goes on without it")
             self.counters.capture_failures += 1

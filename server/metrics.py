@@ -24,22 +24,25 @@ from prometheus_client.registry import Collector
 from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from statemachine.state import State
+
 from .counters import Counters, Histogram
 from .request_id import DISCONNECTED
 from .submission import EngineApi
+from .view import View
 
 PREFIX = "mlxtape_"
 MODEL = "model_name"
 OTHER = "other"
 METHODS = ("GET", "HEAD", "POST", "OPTIONS", "PUT", "DELETE", "PATCH")
 
-GAUGES: tuple[tuple[str, str, Callable[[dict[str, int]], float]], ...] = (
-    ("num_requests_running", "Requests in the running batch.", lambda now: now["running"]),
-    ("num_requests_waiting", "Requests in the queue.", lambda now: now["waiting"]),
+GAUGES: tuple[tuple[str, str, Callable[[View], float]], ...] = (
+    ("num_requests_running", "Requests in the running batch.", lambda view: len(view.running)),
+    ("num_requests_waiting", "Requests in the queue.", lambda view: len(view.waiting)),
     (
         "kv_cache_usage_perc",
         "Share of the pool's blocks that requests hold, 0 to 1; cached blocks count as free.",
-        lambda now: now["held"] / now["num_blocks"] if now["num_blocks"] else 0.0,
+        lambda view: _held(view.state),
     ),
 )
 COUNTERS: tuple[tuple[str, str, Callable[[Counters], float]], ...] = (
@@ -82,6 +85,11 @@ COUNTERS: tuple[tuple[str, str, Callable[[Counters], float]], ...] = (
     ("engine_steps", "Steps that succeeded.", lambda it: it.steps),
     ("failed_steps", "Steps that raised.", lambda it: it.failed_steps),
     ("capture_bytes", "Bytes written to the tape.", lambda it: it.capture_bytes),
+    (
+        "capture_gaps",
+        "How often records were lost, for the disk was full. Should stay 0.",
+        lambda it: it.capture_gaps,
+    ),
 )
 HISTOGRAMS: tuple[tuple[str, str, Callable[[Counters], Histogram]], ...] = (
     ("iteration_tokens_total", "Rows of one step, pads left out.", lambda it: it.step_tokens),
@@ -118,6 +126,12 @@ HISTOGRAMS: tuple[tuple[str, str, Callable[[Counters], Histogram]], ...] = (
 )
 
 
+def _held(state: State) -> float:
+    groups = state.paged_groups()
+    blocks = sum(state.geometry.groups[group].num_blocks for group in groups)
+    return sum(state.held_blocks(group) for group in groups) / blocks if blocks else 0.0
+
+
 class Metrics(Collector):
     """All metrics of one application, in a registry of its own."""
 
@@ -137,11 +151,11 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """The families, as the registry asks for them."""
-        status, counters = self._engine.status(), self._engine.counters
+        view, counters = self._engine.view, self._engine.counters
         labels, values = [MODEL], [self._model]
         for name, text, read in GAUGES:
             gauge = GaugeMetricFamily(PREFIX + name, text, labels=labels)
-            gauge.add_metric(values, read(status))
+            gauge.add_metric(values, read(view))
             yield gauge
         healthy = GaugeMetricFamily(
             PREFIX + "engine_healthy", "1 where requests are taken, else 0.", labels=labels
@@ -150,12 +164,6 @@ class Metrics(Collector):
         yield healthy
         for name, text, counted in COUNTERS:
             yield self._counter(name, text, [], [((), counted(counters))])
-        yield self._counter(
-            "capture_gaps",
-            "How often records were lost, for the disk was full. Should stay 0.",
-            [],
-            [((), status["capture_gaps"])],
-        )
         ends = [((reason,), count) for reason, count in counters.ends.items()]
         yield self._counter(
             "request_success", "Requests that ended, by how.", ["finished_reason"], ends

@@ -1,0 +1,453 @@
+"""Metrics: exact counts after a scripted load, in the words that vLLM uses, and who may ask."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from msgspec import structs
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_families
+from prometheus_client.parser import text_string_to_metric_families
+
+from kernel.batch import Batch
+from kernel.fake import Failure, FakeKernel
+from server.app import ROUTES, create_app
+from server.capture import CaptureWriter
+from server.closing import Outcome
+from server.counters import Counters, Histogram
+from server.engine import Engine
+from server.loop import Parts
+from server.metrics import Metrics
+from server.settings import Settings
+from server.submission import Submission
+from server.view import StepPlan, initial, receive
+from server.waiting import Waiting
+from statemachine.events import Preempted, Rewound
+from statemachine.geometry import Geometry, Group
+from statemachine.records import Parameters, RequestArrived, ShadowReport, StepDone
+
+from .fake_engine import FakeEngine, byte_tokenizer, scripted
+from .http_server import WAIT_S, live_server
+from .sim import POLICY, SMALL, TIGHT, Inbox, Sim, header, prompts
+
+DOCS = Path(__file__).parent.parent / "docs"
+PROMPT = tuple(range(1, 19))
+KEY = "a-key-of-this-test"
+VLLM = {
+    *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"),
+    *("prefix_cache_queries", "prefix_cache_hits", "num_preemptions", "prompt_tokens"),
+    *("generation_tokens", "request_success", "iteration_tokens_total"),
+    *("time_to_first_token_seconds", "inter_token_latency_seconds"),
+    *("e2e_request_latency_seconds", "request_queue_time_seconds"),
+    *("request_prefill_time_seconds", "request_decode_time_seconds"),
+}
+"""Names of vLLM 0.11 that mean here what they mean there."""
+
+
+def exposed(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    """Every sample by its name and its labels but for the model's."""
+    body, _ = metrics.exposition("text/plain")
+    found = {}
+    for family in text_string_to_metric_families(body.decode()):
+        for sample in family.samples:
+            if not family.name.startswith("process_"):
+                assert sample.labels.pop("model_name") == "models/tiny"
+                found[sample.name, tuple(sorted(sample.labels.items()))] = sample.value
+    return found
+
+
+def plain(metrics: Metrics) -> dict[str, float]:
+    """Samples without labels, less the prefix."""
+    found = exposed(metrics)
+    return {
+        name.removeprefix("mlxtape_"): value
+        for (name, labels), value in found.items()
+        if not labels
+    }
+
+
+def of(engine: Any) -> Metrics:
+    return Metrics(engine, "models/tiny", ROUTES)
+
+
+def labelled(metrics: Metrics, name: str) -> dict[str, float]:
+    """A family's samples by the value of its one label."""
+    found = exposed(metrics)
+    return {labels[0][1]: value for (n, labels), value in found.items() if n == f"mlxtape_{name}"}
+
+
+def test_a_scripted_load_is_counted_exactly() -> None:
+    sim = Sim(policy=structs.replace(POLICY, prefill_chunk=64), end_token=None)
+    sim.submit(PROMPT, 5)
+    sim.run()  # 1 step of 18 rows, then 4 of 1
+    sim.submit(PROMPT, 3)  # adopts 16 rows; 2 rows, then 2 steps of 1
+    sim.run()
+    given_up = sim.submit((*PROMPT, 60, 61), 30)  # adopts 16; 4 rows
+    sim.step()
+    metrics = of(sim.engine)
+    now = plain(metrics)
+    assert (now["num_requests_running"], now["num_requests_waiting"]) == (1, 0)
+    assert now["kv_cache_usage_perc"] == 5 / 64
+    sim.engine.cancel(2)
+    sim.run()
+    assert given_up.reason == "cancelled"
+    now = plain(metrics)
+    wanted = {
+        "num_requests_running": 0,
+        "num_requests_waiting": 0,
+        "kv_cache_usage_perc": 0,
+        "engine_healthy": 1,
+        "prefix_cache_queries_total": 18 + 18 + 20,
+        "prefix_cache_hits_total": 0 + 16 + 16,
+        "num_preemptions_total": 0,
+        "prompt_tokens_total": 18 + 18 + 20,
+        "generation_tokens_total": 5 + 3 + 1,
+        "rewound_rows_total": 0,
+        "shadow_findings_total": 0,
+        "failed_steps_total": 0,
+        "capture_bytes_total": 0,
+        "capture_gaps_total": 0,
+        "engine_steps_total": 5 + 3 + 1 + 1,  # the last one closes what was cancelled
+        "iteration_tokens_total_count": 9,
+        "iteration_tokens_total_sum": 18 + 4 + 2 + 2 + 4,
+        "time_to_first_token_seconds_count": 3,
+        "inter_token_latency_seconds_count": 4 + 2,
+        "e2e_request_latency_seconds_count": 2,
+        "request_queue_time_seconds_count": 3,
+        "request_prefill_time_seconds_count": 3,
+        "request_decode_time_seconds_count": 2,
+    }
+    assert {name: now[name] for name in wanted} == wanted
+    ends = labelled(metrics, "request_success_total")
+    assert ends == {"stop": 0, "length": 2, "abort": 1, "error": 0}
+    assert labelled(metrics, "divergences_total") == {"observation": 0, "content": 0}
+    steps = labelled(metrics, "iteration_tokens_total_bucket")
+    assert [steps[bound] for bound in ("1.0", "8.0", "16.0", "32.0", "+Inf")] == [7, 8, 8, 9, 9]
+
+
+def test_rows_compared_taken_back_and_preempted_are_counted() -> None:
+    ahead = structs.replace(POLICY, lookahead=True)
+    sim = Sim(TIGHT, ahead, end_token=3, end_every=8)
+    for prompt in prompts(24, seed=3):
+        sim.submit(prompt, 12, end_tokens=(3,))
+    sim.run()
+    now = plain(of(sim.engine))
+    rewound = sum(event.rows for event in sim.events(Rewound))
+    preempted = len(sim.events(Preempted))
+    checked = sum(record.shadow.checked for record in sim.records(StepDone))
+    assert (now["rewound_rows_total"], now["num_preemptions_total"]) == (rewound, preempted)
+    assert now["shadow_rows_checked_total"] == checked
+    assert min(rewound, preempted, checked) > 0
+    tokens = sum(len(inbox.tokens) for inbox in sim.inboxes.values())
+    # A request that was preempted asks again and adopts again: only its first time counts.
+    assert now["generation_tokens_total"] == tokens
+    assert now["prompt_tokens_total"] == sum(len(prompt) for prompt in prompts(24, seed=3))
+    assert now["prefix_cache_queries_total"] == now["prompt_tokens_total"]
+    cached = sum(inbox.cached_tokens for inbox in sim.inboxes.values())
+    assert now["prefix_cache_hits_total"] == cached
+
+
+def test_a_step_that_fails_is_counted_and_those_it_ends_are_errors() -> None:
+    sim = Sim(fail={2: Failure("build", 0)})
+    inbox = sim.submit(PROMPT, 5)
+    sim.run()
+    assert inbox.reason == "error"
+    assert plain(of(sim.engine))["failed_steps_total"] == 1
+    assert labelled(of(sim.engine), "request_success_total")["error"] == 1
+
+
+def test_without_a_prefix_cache_nothing_is_looked_up_in_it() -> None:
+    sim = Sim(policy=structs.replace(POLICY, prefix_cache=False))
+    sim.submit(PROMPT, 2)
+    sim.run()
+    now = plain(of(sim.engine))
+    assert (now["prefix_cache_queries_total"], now["prefix_cache_hits_total"]) == (0, 0)
+
+
+def test_bytes_on_tape_are_counted_over_all_segments(tmp_path: Path) -> None:
+    folder = tmp_path / "captures"
+    folder.mkdir()
+    capture = CaptureWriter(folder, segment_bytes=2000)
+    parts = Parts(FakeKernel(SMALL), POLICY, capture, header(SMALL, POLICY))
+    engine = Engine(lambda: parts)
+    engine.open()
+    for seed in range(4):
+        for prompt in prompts(4, seed):
+            engine.submit(Submission(prompt, Parameters(6)), Inbox())
+        while engine.step():
+            pass
+    counted = plain(of(engine))["capture_bytes_total"]
+    assert counted == capture.bytes_written > capture.position
+    engine.stop()
+
+
+def _arrived(counters: Counters, request: int, at_s: float) -> Any:
+    """A view with one request, and the counters that heard of it."""
+    counters.arrived(request, at_s)
+    return receive(initial(SMALL), RequestArrived(request, "", (1, 2, 3), Parameters(9)))
+
+
+def test_latencies_run_from_submission_to_admission_to_tokens_to_the_end() -> None:
+    times = iter([12.0, 13.0, 13.5, 15.0, 15.0])
+    counters = Counters(lambda: next(times))
+    view = _arrived(counters, 0, 10.0)
+    admitting = StepPlan(1, (), (), view.state, POLICY, Waiting(), (0,), admitted=((0, 2),))
+    counters.planned(view, admitting)
+    for tokens in ((5,), (6,), (7, 8)):
+        counters.done(view, (Outcome(0, tokens),), ShadowReport())
+    counters.ended(0, "length")
+    counters.ended(0, "error")
+    sums = [
+        counters.queue_s.sum,
+        counters.prefill_s.sum,
+        counters.first_token_s.sum,
+        counters.between_tokens_s.sum,
+        counters.decode_s.sum,
+        counters.request_s.sum,
+    ]
+    assert sums == [2.0, 1.0, 3.0, 0.5 + 1.5, 2.0, 5.0]
+    assert sum(counters.between_tokens_s.counts) == 2
+    assert counters.ends == {"stop": 0, "length": 1, "abort": 0, "error": 0}
+
+
+def test_a_value_at_a_buckets_bound_belongs_to_it() -> None:
+    histogram = Histogram((1.0, 2.0))
+    for value in (1.0, 1.5, 2.0, 2.1):
+        histogram.add(value)
+    assert (histogram.counts, histogram.sum) == ([1, 2, 1], 6.6)
+
+
+def test_names_are_unique_and_vllms_are_all_there() -> None:
+    with scripted("x") as engine:
+        body, _ = of(engine).exposition("")
+    names = [family.name for family in text_string_to_metric_families(body.decode())]
+    assert len(names) == len(set(names))
+    ours = {name.removeprefix("mlxtape_") for name in names if not name.startswith("process_")}
+    assert VLLM - ours == set()
+    assert all(name.startswith(("mlxtape_", "process_")) for name in names)
+
+
+def test_scrapers_get_the_format_that_they_ask_for() -> None:
+    with scripted("x") as engine:
+        metrics = of(engine)
+        _, old = metrics.exposition("text/plain")
+        body, new = metrics.exposition("application/openmetrics-text; version=1.0.0")
+    assert old.startswith("text/plain; version=0.0.4")
+    assert new.startswith("application/openmetrics-text; version=1.0.0")
+    names = {family.name for family in open_families(body.decode())}
+    assert "mlxtape_iteration_tokens_total" in names
+
+
+@contextmanager
+def served(engine: Any, **settings: Any) -> Iterator[httpx.Client]:
+    chosen = Settings(grace_s=0.0, **settings)
+    app = create_app(engine, byte_tokenizer(), "models/tiny", chosen)
+    with live_server(app, chosen) as server, httpx.Client(base_url=server.url) as client:
+        client.metrics = app.state.metrics  # type: ignore[attr-defined]
+        yield client
+
+
+def responses(text: str) -> dict[tuple[str, str, str], float]:
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name == "mlxtape_http_requests_total":
+                labels = sample.labels
+                found[labels["method"], labels["route"], labels["status"]] = sample.value
+    return found
+
+
+def test_responses_are_counted_by_route_and_nothing_that_a_client_chose_is_a_label() -> None:
+    body = {"messages": [{"role": "user", "content": "x"}]}
+    with scripted("Hello.") as engine, served(engine) as client:
+        for _ in range(2):
+            client.post("/v1/chat/completions", json=body)
+        client.post("/v1/chat/completions", json=body | {"stream": True})
+        client.post("/v1/chat/completions", content=b"{")
+        client.get("/v1/chat/completions")
+        client.get("/v1/models/models/tiny")
+        client.get("/v1/models/secret-name")
+        client.get("/secret-path?secret-query=1")
+        client.request("SECRETMETHOD", "/health")
+        answer = client.get("/metrics")
+    assert responses(answer.text) == {
+        ("POST", "/v1/chat/completions", "200"): 3,
+        ("POST", "/v1/chat/completions", "400"): 1,
+        ("GET", "/v1/chat/completions", "405"): 1,
+        ("GET", "/v1/models/{name}", "200"): 1,
+        ("GET", "/v1/models/{name}", "404"): 1,
+        ("GET", "other", "404"): 1,
+        ("other", "/health", "405"): 1,
+    }
+    assert "secret" not in answer.text.lower()
+
+
+def test_with_keys_metrics_need_one_unless_they_are_public() -> None:
+    with scripted("x") as engine:
+        with served(engine, api_key=(KEY,)) as client:
+            closed = client.get("/metrics").status_code
+            opened = client.get("/metrics", headers={"x-api-key": KEY}).status_code
+        with served(engine, api_key=(KEY,), public_metrics=True) as client:
+            public = client.get("/metrics")
+    assert (closed, opened, public.status_code) == (401, 200, 200)
+    assert responses(public.text) == {}
+
+
+def test_a_scrape_waits_neither_for_a_step_nor_for_the_engines_lock() -> None:
+    reached, go_on = threading.Event(), threading.Event()
+
+    def delay(batch: Batch) -> None:
+        reached.set()
+        assert go_on.wait(WAIT_S)
+
+    parts = Parts(FakeKernel(SMALL, delay=delay), POLICY, None, header(SMALL, POLICY))
+    engine = Engine(lambda: parts)
+    engine.start()
+    try:
+        with served(engine) as client:
+            engine.submit(Submission(PROMPT, Parameters(5)), Inbox())
+            assert reached.wait(WAIT_S)
+            with engine._wake:  # whoever submits holds it
+                text = client.get("/metrics").text
+    finally:
+        go_on.set()
+        engine.stop(WAIT_S)
+    assert 'mlxtape_num_requests_running{model_name="models/tiny"} 1.0' in text
+
+
+def test_scrapes_under_load_see_counts_that_fit_each_other_and_never_go_back() -> None:
+    geometry = Geometry(4, (Group(num_blocks=256),))
+    ahead = structs.replace(POLICY, lookahead=True)
+    parts = Parts(FakeKernel(geometry), ahead, None, header(geometry, ahead))
+    engine = Engine(lambda: parts)
+    engine.start()
+    metrics, before = of(engine), dict[Any, float]()
+    try:
+        inboxes = [Inbox() for _ in range(40)]
+        for inbox, prompt in zip(inboxes, prompts(40, seed=9), strict=True):
+            engine.submit(Submission(prompt, Parameters(20)), inbox)
+        while any(inbox.reason is None for inbox in inboxes):
+            now = exposed(metrics)
+            for key, value in before.items():
+                if key[0].endswith(("_total", "_bucket", "_count", "_sum")):
+                    assert now[key] >= value, key
+            for name, labels in now:
+                if labels == (("le", "+Inf"),):
+                    count = name.removesuffix("_bucket") + "_count"
+                    assert now[count, ()] == now[name, labels]
+            before = now
+    finally:
+        engine.stop(WAIT_S)
+    assert plain(metrics)["generation_tokens_total"] == 40 * 20
+
+
+def test_a_stopped_engine_is_not_healthy() -> None:
+    with FakeEngine(byte_tokenizer()) as engine, served(engine) as client:
+        engine.healthy = False
+        assert 'mlxtape_engine_healthy{model_name="models/tiny"} 0.0' in client.get("/metrics").text
+
+
+def families() -> list[Any]:
+    with scripted("x") as engine:
+        body, _ = of(engine).exposition("")
+    found = text_string_to_metric_families(body.decode())
+    return [family for family in found if not family.name.startswith("process_")]
+
+
+def table() -> str:
+    """The table of docs/metrics.md."""
+    lines = ["| metric | type | labels | what it is |", "|---|---|---|---|"]
+    extra = {
+        "mlxtape_request_success": "finished_reason",
+        "mlxtape_divergences": "class",
+        "mlxtape_http_requests": "method, route, status",
+    }
+    for family in families():
+        name = family.name + ("_total" if family.type == "counter" else "")
+        labels = extra.get(family.name, "")
+        lines.append(f"| `{name}` | {family.type} | {labels} | {family.documentation} |")
+    return "\n".join(lines) + "\n"
+
+
+def test_the_documented_table_is_what_a_scrape_says() -> None:
+    assert table() in (DOCS / "metrics.md").read_text(encoding="utf-8")
+
+
+def _expressions(panel: dict[str, Any]) -> Iterator[str]:
+    for target in panel.get("targets", ()):
+        yield target["expr"]
+    for inner in panel.get("panels", ()):
+        yield from _expressions(inner)
+
+
+def test_every_expression_of_the_dashboard_uses_metrics_and_labels_that_exist() -> None:
+    board = json.loads((DOCS / "grafana.json").read_text(encoding="utf-8"))
+    known = {"process_resident_memory_bytes", "process_cpu_seconds_total"}
+    labels = {"le", "model_name", "finished_reason", "class", "method", "route", "status"}
+    labels |= {"instance", "job"}  # Prometheus' own
+    for family in families():
+        parts = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"]}
+        known |= {family.name + part for part in parts.get(family.type, [""])}
+    expressions = [it for panel in board["panels"] for it in _expressions(panel)]
+    assert len(expressions) >= 20
+    used: set[str] = set()
+    for expression in expressions:
+        metrics = set(re.findall(r"\b((?:mlxtape|process)_\w+)", expression))
+        assert metrics, expression
+        used |= metrics
+        grouped = re.findall(r"by \(([^)]*)\)", expression)
+        named = {it.strip() for names in grouped for it in names.split(",")}
+        named |= set(re.findall(r"(\w+)\s*(?:=|!=|=~|!~)\s*\"", expression))
+        assert named <= labels, expression
+    assert used <= known
+    bases = {re.sub("_(bucket|sum|count)$", "", name) for name in used}
+    ours = {it.name + ("_total" if it.type == "counter" else "") for it in families()}
+    assert ours - bases == set()
+
+
+def test_the_dashboard_is_one_that_grafana_10_imports() -> None:
+    board = json.loads((DOCS / "grafana.json").read_text(encoding="utf-8"))
+    assert (board["title"], board["schemaVersion"], board["id"]) == ("mlxtape", 39, None)
+    numbers = [panel["id"] for panel in board["panels"]]
+    assert len(numbers) == len(set(numbers))
+    (source,) = [it for it in board["templating"]["list"] if it["type"] == "datasource"]
+    wanted = {"type": "prometheus", "uid": f"${{{source['name']}}}"}
+    taken: set[tuple[int, int]] = set()
+    for panel in board["panels"]:
+        assert panel["type"] in ("row", "stat", "timeseries")
+        place = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not taken & cells, panel["title"]
+        assert max(x for x, _ in cells) < 24
+        taken |= cells
+        if panel["type"] != "row":
+            assert panel["datasource"] == wanted
+            assert panel["description"]
+            assert {target["refId"] for target in panel["targets"]} <= set("ABCDEF")
+
+
+@pytest.mark.parametrize("name", ["route_metrics", "metrics", "counters"])
+def test_no_metric_is_in_the_process_wide_registry(name: str) -> None:
+    from prometheus_client import REGISTRY
+
+    ours = [family.name for family in REGISTRY.collect() if family.name.startswith("mlxtape")]
+    assert (name, ours) == (name, [])
+
+
+if __name__ == "__main__":
+    page = DOCS / "metrics.md"
+    text = page.read_text(encoding="utf-8")
+    begin = text.index("| metric |")
+    end = text.index("\n\n", begin) + 1
+    page.write_text(text[:begin] + table() + text[end:], encoding="utf-8")
