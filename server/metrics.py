@@ -21,6 +21,7 @@ from prometheus_client.metrics_core import (
     Metric,
 )
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -194,7 +195,7 @@ class Metrics(Collector):
 
     def _histogram(self, name: str, text: str, histogram: Histogram) -> Metric:
         family = HistogramMetricFamily(PREFIX + name, text, labels=[MODEL])
-        bounds = [*(f"{bound:g}" for bound in histogram.bounds), "+Inf"]
+        bounds = [*map(floatToGoString, histogram.bounds), "+Inf"]
         # One copy, so that the count is the last bucket's whatever is added meanwhile.
         buckets = list(zip(bounds, accumulate(list(histogram.counts)), strict=True))
         family.add_metric([self._model], buckets=buckets, sum_value=histogram.sum)
