@@ -59,7 +59,8 @@ def make(path: Path, rows: int, running: int = RUNNING, load: str = "short") -> 
     geometry = Geometry(block_size=16, groups=(Group(num_blocks=asked.blocks),))
     capture = CaptureWriter(path)
     said = structs.replace(header(geometry, policy), sanitize="off")
-    parts = Parts(FakeKernel(geometry, sanitize="off"), policy, capture, said)
+    kernel = FakeKernel(geometry, sanitize="off")
+    parts = Parts(kernel, policy, capture, said)
     engine = Engine(lambda: parts, clock=FakeClock(), waiting_max=4 * running)
     engine.open()
     generator, live, issued = random.Random(1), set[int](), 0
@@ -78,6 +79,7 @@ def make(path: Path, rows: int, running: int = RUNNING, load: str = "short") -> 
             issued += len(prompt) + answer
             live.add(engine.submit(Submission(prompt, Parameters(answer)), hear))
         engine.step()
+        kernel.batches.clear()  # it keeps them for tests
     steps = engine.next_step - 1
     engine.stop()
     return steps
