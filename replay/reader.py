@@ -120,7 +120,8 @@ class Tape:
             self.torn = True
             self.notes.append(str(cut))
         except CodecError as error:
-            raise Unusable(f"{source}: {error}") from error
+            kept = " (replay repair keeps what stands before it)" if decoder.position else ""
+            raise Unusable(f"{source}: {error}{kept}") from error
         except (OSError, zstandard.ZstdError) as error:
             raise Unusable(f"{source} cannot be read: {error}") from error
         if decoder.torn:
@@ -130,7 +131,10 @@ class Tape:
                 f"{decoder.position} are the start of a record that was never finished"
             )
         if self.torn and not last:
-            raise Unusable(f"{source} is cut short, but a later segment follows it")
+            raise Unusable(
+                f"{source} is cut short, but a later segment follows it: replay repair says what "
+                "can be kept"
+            )
 
     def _records(self, decoder: TapeDecoder, data: bytes, source: str) -> Iterator[Record]:
         """The records that the bytes complete, those that are skipped left out."""
