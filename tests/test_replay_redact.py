@@ -216,6 +216,18 @@ def test_a_digest_that_was_wrong_is_wrong_as_before(tmp_path: Path, kind: type) 
     assert essence(before) == essence(after)
 
 
+def test_a_checkpoint_of_another_state_is_another_one_as_before(tmp_path: Path) -> None:
+    folder = segments_in(tmp_path)
+    tape = [it for at, it in enumerate(Tape(str(folder))) if not at or not isinstance(it, Header)]
+    first, other = [at for at, it in enumerate(tape) if isinstance(it, Checkpoint)][2:4]
+    state: Any = tape[other]
+    wrong = changed(tape, first, state=state.state, digest=state.digest)
+    before, after = both(written(tmp_path / "wrong", wrong), tmp_path / "out", "fold")
+    assert before.divergence is not None
+    assert before.divergence.record == "Checkpoint"
+    assert essence(before) == essence(after)
+
+
 @pytest.mark.parametrize("kind", [ev.BlockPublished, ev.BlockEvicted])
 def test_a_key_that_was_wrong_is_wrong_as_before(tmp_path: Path, kind: type) -> None:
     tape = [*Tape(str(golden.PATH))]
