@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.harmony import HarmonySplitter
-from server.parts import Splitter, ToolCallArguments, ToolCallBegun, Whole, join
+from server.parts import Part, Splitter, ToolCallArguments, ToolCallBegun, Whole, join
 from server.tool_bodies import Calls
 from server.tool_formats import BARE_JSON, FORMATS, HARMONY, Format
 from server.tools import OneCall, ToolSplitter
@@ -235,10 +235,11 @@ def test_no_text_raises_or_depends_on_how_it_is_cut(form: str, bits: list[str]) 
     assert split(form, list(text)) == split(form, bits) == split(form, [text])
 
 
-def fed(form: str, text: str) -> Iterator[list[object]]:
+def fed(form: str, text: str) -> Iterator[list[Part]]:
+    """What each character gives."""
     splitter = splitter_of(BY_NAME[form])
     for piece in text:
-        yield list(splitter.feed(piece))
+        yield splitter.feed(piece)
 
 
 def test_a_call_begins_as_soon_as_its_name_is_known_and_its_arguments_stream() -> None:
@@ -259,6 +260,14 @@ def test_no_half_of_a_marker_is_ever_shown() -> None:
         "",
         " <tool_x",
     ]
+
+
+def test_json_that_is_no_call_streams_once_its_first_key_says_so() -> None:
+    text = '{"title": 1, "x": 2}'
+    shown = [join(parts).text for parts in fed("bare json", text)]
+    assert "".join(shown[:7]) == ""
+    assert shown[7] == '{"title"'
+    assert "".join(shown[8:]) == ': 1, "x": 2}'
 
 
 def test_an_answer_cut_in_a_call_keeps_what_the_model_wrote_of_it() -> None:
