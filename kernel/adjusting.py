@@ -153,7 +153,8 @@ def _masks(asked: Sequence[Asked], rows: int, vocab: int, masks: Masks | None) -
         try:
             allowed = masks.allowed(it.seq, it.parameters, it.answer, it.certain, width)
         except GrammarFailed as error:
-            raise BadBatch(f"the grammar cannot be followed: {error}", it.seq) from error
+            said = f"the grammar cannot be followed: {error}"
+            raise BadBatch(said, it.seq, wished=True) from error
         if allowed is not None:
             words[it.row] = allowed
     return words

@@ -117,11 +117,15 @@ class StepResult(Struct, frozen=True):
 
 
 class BuildFailed(Exception):
-    """Raised while the graph was built: the pages are sound. `seq`: the one at fault, if known."""
+    """Raised while the graph was built: the pages are sound. `seq`: the one at fault, if known.
 
-    def __init__(self, message: str, seq: int | None = None) -> None:
+    wished: its request asked for what cannot be done, and nothing is wrong with model or engine.
+    """
+
+    def __init__(self, message: str, seq: int | None = None, wished: bool = False) -> None:
         super().__init__(message)
         self.seq = seq
+        self.wished = wished
 
 
 class EvalFailed(Exception):

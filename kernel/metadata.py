@@ -32,11 +32,12 @@ Longs = npt.NDArray[np.int64]
 
 
 class BadBatch(ValueError):
-    """A batch that cannot be laid out; `seq` is the sequence at fault."""
+    """A batch that cannot be laid out; `seq` is the sequence at fault; wished: see BuildFailed."""
 
-    def __init__(self, message: str, seq: int) -> None:
+    def __init__(self, message: str, seq: int, wished: bool = False) -> None:
         super().__init__(message)
         self.seq = seq
+        self.wished = wished
 
 
 @frozen(eq=False)

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import mlx.core as mx
 import numpy as np
 from attrs import frozen
+from msgspec import structs
 
 from statemachine.geometry import Geometry
 from statemachine.records import Observation, ShadowReport
@@ -26,14 +27,14 @@ from statemachine.records import Observation, ShadowReport
 from . import attention, fastmath
 from .adjusting import adjusted, asked_of, plan_adjustments
 from .batch import Batch, BuildFailed, EvalFailed, StepResult
-from .context import StepContext
-from .families import check_family, layer_shapes
+from .errors import ModelError
+from .families import family_of
 from .forward import Forward, anchor, hidden_rows
+from .layout import Layout, look
 from .masks import Masks
 from .metadata import BadBatch, StepMetadata, build, last_tokens, pending_sources
 from .order import Order
 from .pages import Pages, PageStep
-from .probe import probe
 from .sampling import plan_samples, sample
 from .shadow import EDGES, Shadow
 from .telling import Telling, plan_telling, read, tell
@@ -78,10 +79,10 @@ class _Newest:
 class ModelKernel:
     """A Kernel over an mlx-lm model.
 
-    `geometry` must have the groups of `families.groups_for`. `sanitize` is the shadow's mode.
-    `masks` knows grammars; without it requests that have one cannot be built. With `check`, a few
-    tokens run over the pages first and must agree with mlx-lm's own caches; raises ModelError where
-    they do not, or where the architecture is none that is served.
+    `geometry` must have the groups of the layout. `sanitize` is the shadow's mode. `masks` knows
+    grammars; without it requests that have one cannot be built. `layout` is what a probe found
+    (families.family_of); without it one is made here, or, without `check`, the model is called
+    packed unprobed. Raises ModelError where the model is served in no way over pages.
     """
 
     def __init__(
@@ -92,23 +93,23 @@ class ModelKernel:
         sanitize: str = EDGES,
         masks: Masks | None = None,
         check: bool = True,
+        layout: Layout | None = None,
     ) -> None:
-        check_family(model)
+        if layout is None:
+            layout = _probed(model) if check else look(model)
+        _check_groups(geometry, layout)
         self._geometry = geometry
         self._masks = masks
-        self._vocab = int(model.args.vocab_size)
-        shapes = layer_shapes(model)
+        self._vocab = layout.vocab_size
         attention.install()
         if mx.default_device() == mx.Device(mx.cpu):
             fastmath.install()
             fastmath.turn_weights(model)
-        self._forward = Forward(model, geometry)
+        self._forward = Forward(model, layout)
         self._shadow = Shadow(geometry, sanitize)
         self._order = Order()
         self._newest = _Newest()
-        if check:
-            probe(model, self._forward, geometry, shapes)
-        self._pages = Pages(geometry, shapes)
+        self._pages = Pages(geometry, layout.shapes)
 
     @property
     def geometry(self) -> Geometry:
@@ -131,15 +132,15 @@ class ModelKernel:
         """
         number = self._order.issue()
         self._copy(batch)
-        built, seq, failure = None, None, ""
+        built, seq, failure, wished = None, None, "", False
         try:
             built = self._build(batch)
         except BadBatch as error:
-            seq, failure = error.seq, str(error)
+            seq, failure, wished = error.seq, str(error), error.wished
         except Exception as error:
             failure = describe(error)
         if built is None:
-            raise BuildFailed(f"step {batch.step}: {failure}", seq)
+            raise BuildFailed(f"step {batch.step}: {failure}", seq, wished)
         report = self._shadow.apply(batch, built.metadata)
         return self._start(number, built, report)
 
@@ -199,7 +200,7 @@ class ModelKernel:
     def _build(self, batch: Batch) -> _Built:
         metadata = build(batch, self._geometry)
         self._check_tokens(batch, metadata)
-        context = StepContext(metadata, self._fed(metadata))
+        context = self._forward.context(metadata, self._fed(metadata))
         pages = self._pages.begin()
         hidden, observation = self._forward.hidden(context, pages)
         logits, tokens, outputs = None, None, [anchor(hidden)]
@@ -263,6 +264,23 @@ class ModelKernel:
         self._newest = _Newest()
         self._order.fail()
         raise EvalFailed(failure)
+
+
+def _probed(model: Any) -> Layout:
+    family = family_of(model)
+    if family.layout is None:
+        raise ModelError(f"this model is {family.reason}: it needs a ModelOwnedKernel")
+    return family.layout
+
+
+def _check_groups(geometry: Geometry, layout: Layout) -> None:
+    """Raise ModelError where a pool was laid out for other groups than the model has."""
+    wanted = [structs.replace(group, num_blocks=0) for group in layout.groups(0)]
+    found = [structs.replace(group, num_blocks=0) for group in geometry.groups]
+    if wanted != found:
+        raise ModelError(
+            f"the pool's groups are not the model's ({found}, not {wanted}): make the pool anew"
+        )
 
 
 def lacking(masks: Masks | None, shows_hidden: bool) -> dict[str, str]:

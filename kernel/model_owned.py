@@ -22,6 +22,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from attrs import frozen
+from mlx_lm.models.cache import make_prompt_cache
 
 from statemachine.geometry import OPAQUE, Geometry
 from statemachine.records import Observation, ShadowReport
@@ -34,8 +35,9 @@ from .masks import Masks
 from .metadata import BadBatch
 from .model_kernel import describe, lacking
 from .owned_caches import OwnedCaches
-from .owned_probe import cut, probe
+from .owned_probe import probe
 from .sampling import plan_samples, sample
+from .split import cut
 from .telling import Telling, plan_telling, read, tell
 
 NOT_COUNTED = (0, 0)
@@ -82,7 +84,7 @@ class ModelOwnedKernel:
             fastmath.install()
             fastmath.turn_weights(model)
         self._counted, self._vocab = probe(model, check)
-        self._body, self._head = cut(model)
+        self._body, self._head = cut(model, lambda: make_prompt_cache(model))
 
     @property
     def geometry(self) -> Geometry:
@@ -108,16 +110,16 @@ class ModelOwnedKernel:
                 seq,
             )
         before = self._offsets(held)
-        ticket, failure = None, ""
+        ticket, failure, wished = None, "", False
         try:
             ticket = self._build(held, piece, before)
         except BadBatch as error:
-            failure = str(error)
+            failure, wished = str(error), error.wished
         except Exception as error:
             failure = describe(error)
         if ticket is None:
             self._held = None
-            raise BuildFailed(f"step {batch.step}: {failure}", seq)
+            raise BuildFailed(f"step {batch.step}: {failure}", seq, wished)
         return self._start(held, ticket)
 
     def collect(self, ticket: object) -> StepResult:

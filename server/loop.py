@@ -343,7 +343,8 @@ class Loop:
         self.view = after
         self.counters.events(events)
         self.counters.failed_steps += 1
-        self.counters.failures_in_a_row += 1
+        if not getattr(error, "wished", False):
+            self.counters.failures_in_a_row += 1
         self.failure = said
         self._unwritten.append(
             StepFailed(plan.step, stage, said, blamed, events, self.view.state.digest)

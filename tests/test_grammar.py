@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from kernel.masks import GrammarFailed, Words
 from kernel.model_kernel import ModelKernel
 from kernel.tokenizer import Tokenizer
 from kernel.weights import load_model
+from server.loop import FAILURES_MAX
 from server.policy import Policy
 from server.submission import RequestRefused
 from statemachine.events import DRAFT
@@ -126,7 +129,10 @@ def test_only_what_goes_on_may_follow_and_an_end_only_where_it_is_satisfied() ->
 def test_the_requests_own_end_tokens_end_it_and_no_others() -> None:
     other = Parameters(9, grammar=DIGITS, end_tokens=(1,))
     answer = tuple(tokenizer().encode("12345"))
-    assert tokens_of(Grammars(tokenizer()).allowed(0, other, answer, 5, WIDTH)) == [1]
+    masks = Grammars(tokenizer())
+    assert tokens_of(masks.allowed(0, other, answer, 5, WIDTH)) == [1]
+    found = tokens_of(masks.allowed(0, other, answer[:3], 3, WIDTH))
+    assert [token for token in found if token in (0, 1, 2)] == [1]
 
 
 def test_an_answer_may_go_back_and_forth_and_seats_may_be_taken_by_others() -> None:
@@ -228,10 +234,14 @@ def test_answers_match_over_the_models_own_caches_and_under_preemption(
 
 
 class Failing(Grammars):
-    """Raises for one sequence."""
+    """Raises for some sequences."""
+
+    def __init__(self, *given: Any, seqs: Collection[int] = (1,)) -> None:
+        super().__init__(*given)
+        self._seqs = seqs
 
     def allowed(self, seq: int, *rest: Any) -> Words | None:
-        if seq == 1:
+        if seq in self._seqs:
             raise GrammarFailed("it is too complex")
         return super().allowed(seq, *rest)
 
@@ -246,6 +256,18 @@ def test_a_grammar_that_fails_ends_its_own_request_and_no_other(
     (failed,) = [it for it in made.records if isinstance(it, StepFailed)]
     assert (failed.stage, failed.blamed) == ("build", (1,))
     assert_clean(made, tmp_path, monkeypatch, deep=False)
+
+
+def test_any_number_of_failing_grammars_in_a_row_leaves_the_engine_serving(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    failing = range(FAILURES_MAX + 2)
+    monkeypatch.setattr("tests.wishes.Grammars", functools.partial(Failing, seqs=failing))
+    policy = structs.replace(POLICY, max_running=16)
+    asking = [(PROMPTS[0], wanted(DIGITS))] * (FAILURES_MAX + 3)
+    made = run(asking, policy)
+    assert [inbox.reason for inbox in made.inboxes] == ["error"] * len(failing) + ["stop"]
+    assert made.status["failed_steps"] == len(failing)
 
 
 def test_an_engine_without_grammars_refuses_them_and_so_does_one_without_an_end() -> None:

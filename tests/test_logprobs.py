@@ -22,7 +22,8 @@ from statemachine.geometry import Geometry, Group
 from statemachine.records import Parameters, StepDone
 
 from .paged import Book, random_tokens
-from .sim import Inbox
+from .sim import POLICY as FAKE
+from .sim import Inbox, Sim
 from .tampering import write
 from .wishes import (
     BOTH,
@@ -190,6 +191,25 @@ def test_a_scored_prompt_adopts_no_row_that_it_must_compute_and_others_do() -> N
     cached = [inbox.cached_tokens for inbox in made.inboxes]
     assert cached == [0, 0, 16, 16, 24, 40, 40]
     assert len({inbox.tokens for inbox in made.inboxes}) == 1
+
+
+def test_a_scored_prompt_waits_for_no_prefix_that_it_must_not_adopt() -> None:
+    policy = structs.replace(FAKE, prefix_aware=True, prefill_chunk=8)
+    steps = []
+    for scored in (-1, 0, 17):
+        sim = Sim(policy=policy)
+        prompt = tuple(range(1, 41))
+        first = sim.submit(prompt, 2)
+        sim.step()
+        second = sim.submit(prompt, 2, score_from=scored)
+        sim.run()
+        begun = (at for at, b in enumerate(sim.kernel.batches) if len(b.pieces) > 1)
+        steps.append(next(begun, None))
+        assert first.tokens == second.tokens
+    # One that may adopt all waits; one that may adopt nothing starts; one for 16 rows in between.
+    assert steps[1] == 1
+    assert steps[0] is None or steps[0] > 3
+    assert steps[2] == 2
 
 
 def test_copies_of_a_prompt_share_what_they_need_not_score() -> None:
