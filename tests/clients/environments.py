@@ -48,21 +48,25 @@ def node_folder() -> Path:
     return home
 
 
-def run_client(command: list[str], timeout_s: float = 240.0, **variables: str) -> str:
-    """What a client prints; its error stream is in the failure where it does not end well.
+def run_client(
+    command: list[str], timeout_s: float = 240.0, folder: Path | None = None, **variables: str
+) -> str:
+    """What a client prints; the ends of both streams are in the failure where it ends badly.
 
     It finds no keys, proxies or folders of whoever runs the tests.
     """
     kept = {name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ}
     done = subprocess.run(
         command,
+        cwd=folder,
         env={**kept, "HF_HUB_OFFLINE": "1", **variables},
         capture_output=True,
         text=True,
         timeout=timeout_s,
         check=False,
     )
-    assert done.returncode == 0, f"{command[0]} ended with {done.returncode}: {done.stderr[-3000:]}"
+    said = f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    assert done.returncode == 0, f"{command[0]} ended with {done.returncode}: {said}"
     return done.stdout
 
 

@@ -13,13 +13,14 @@ import sys
 from enum import Enum
 import instructor
 from openai import OpenAI
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 class Size(str, Enum):
     small = "small"
     large = "large"
 
 class Animal(BaseModel):
+    model_config = ConfigDict(extra="forbid")
     name: str = Field(max_length=20)
     legs: int = Field(ge=0, le=8)
     size: Size
