@@ -1,5 +1,6 @@
 """Redacted state: a state with pseudonyms in the place of tokens and namespaces, and all that
 follows from these (keys, lines, digest) worked out anew. Lengths, tables and blocks are the same.
+Also what both states are asked for while a tape is redacted.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from msgspec import structs
 from statemachine.digest import recompute, sequence_line
 from statemachine.sequence import NO_TOKEN, Sequence, pack, unpack
 from statemachine.state import NO_ENTRY, Entry, State
-from statemachine.tags import root_key, row_tag
+from statemachine.tags import block_tags, root_key, row_tag
 
 from .pseudonyms import Pseudonyms
 
@@ -92,3 +93,44 @@ def _entry(state: State, number: int, names: Pseudonyms, done: dict[int, Entry])
 def last_row(packed: bytes) -> int:
     """The last of packed content ids."""
     return int.from_bytes(packed[-TOKEN_BYTES:], "little")
+
+
+def end_of(state: State, seq: int) -> int:
+    """A sequence's rows that are no pads."""
+    sequence: Sequence = state.sequences[seq]
+    return sequence.committed + len(sequence.speculative)
+
+
+def row_at(sequence: Sequence, position: int) -> int | None:
+    """The content id of a row; None where it has none, or none yet."""
+    if position >= sequence.committed:
+        index = position - sequence.committed
+        rows = sequence.speculative
+        known = index < len(rows) and rows[index].token != NO_TOKEN
+        return rows[index].token if known else None
+    if position < 0:
+        return None
+    full = len(sequence.packed)
+    size = (sequence.committed * TOKEN_BYTES - len(sequence.tail)) // TOKEN_BYTES
+    if position >= size:
+        at = position - size
+        return last_row(sequence.tail[: (at + 1) * TOKEN_BYTES])
+    index, row = divmod(position, size // full)
+    return last_row(sequence.packed[index][: (row + 1) * TOKEN_BYTES])
+
+
+def key_of_block(state: State, group: int, block: int) -> int | None:
+    """The key under which a block can be found; None where it cannot."""
+    if not 0 <= group < len(state.groups) or block not in state.groups[group].blocks:
+        return None
+    entry = state.groups[group].blocks[block].entry
+    return None if entry == NO_ENTRY else state.entries[entry].key
+
+
+def entry_tags(state: State, number: int) -> list[int]:
+    """Tags of the rows of an index entry."""
+    entry = state.entries[number]
+    parent = root_key(state.geometry, entry.namespace)
+    if entry.parent != NO_ENTRY:
+        parent = state.entries[entry.parent].key
+    return block_tags(state.geometry, parent, entry.tokens)

@@ -18,14 +18,14 @@ from statemachine.codec import decode_state, encode_state
 from statemachine.errors import CodecError, InvariantBroken
 from statemachine.events import Event
 from statemachine.records import Checkpoint, Header, Parameters, Record, RequestArrived
-from statemachine.sequence import NO_TOKEN, Sequence
-from statemachine.state import NO_ENTRY, State, new_state
-from statemachine.tags import PAD, UNWRITTEN, block_tags, root_key, sequence_tags
+from statemachine.sequence import Sequence
+from statemachine.state import State, new_state
+from statemachine.tags import PAD, UNWRITTEN, sequence_tags
 from statemachine.transitions import apply
 
 from .errors import Unusable
 from .pseudonyms import Pseudonyms, without_folders
-from .redacted_state import TOKEN_BYTES, last_row, redacted_state
+from .redacted_state import end_of, entry_tags, key_of_block, redacted_state, row_at
 from .soundness import require_sound
 
 
@@ -237,12 +237,12 @@ class Redactor:
         if self._found:
             return self._names.number("tag", tag)
         for seq in sorted(state.sequences):
-            ours = sequence_tags(state.geometry, state.sequences[seq], 0, _end(state, seq))
+            ours = sequence_tags(state.geometry, state.sequences[seq], 0, end_of(state, seq))
             if tag in ours:
                 at = ours.index(tag)
                 return sequence_tags(new.geometry, new.sequences[seq], at, at + 1)[0]
         for number in sorted(state.entries):
-            ours, theirs = (_entry_tags(it, number) for it in (state, new))
+            ours, theirs = (entry_tags(it, number) for it in (state, new))
             if tag in ours:
                 return theirs[ours.index(tag)]
         return self._names.number("tag", tag)
@@ -276,11 +276,11 @@ class Redactor:
     def _extend(self, pieces: list[_Piece], event: Event) -> None:
         """The batch of a step, by its appends."""
         if isinstance(event, ev.AppendedEach):
-            pieces += [_Piece(seq, _end(self._states[0], seq)) for seq in event.seqs]
+            pieces += [_Piece(seq, end_of(self._states[0], seq)) for seq in event.seqs]
         elif isinstance(event, ev.Appended) and event.purpose != ev.PAD:
             if pieces and pieces[-1].seq == event.seq:
                 pieces.pop()
-            pieces.append(_Piece(event.seq, _end(self._states[0], event.seq)))
+            pieces.append(_Piece(event.seq, end_of(self._states[0], event.seq)))
 
     def _opened(self, event: ev.Opened) -> ev.Opened:
         return structs.replace(event, namespace=self._names.namespace(event.namespace))
@@ -330,7 +330,7 @@ class Redactor:
         )
 
     def _evicted(self, event: ev.BlockEvicted) -> ev.BlockEvicted:
-        ours, theirs = (_key(it, event.group, event.block) for it in self._states)
+        ours, theirs = (key_of_block(it, event.group, event.block) for it in self._states)
         key = theirs if ours == event.key else self._names.number("key", event.key)
         return structs.replace(event, key=key)
 
@@ -345,46 +345,6 @@ def _asked(record: RequestArrived) -> _Asked:
 def _as_wrong(new: int, recorded: int, derived: int) -> int:
     """A digest that differs from the new one as the recorded one does from what it should be."""
     return new ^ recorded ^ derived
-
-
-def _end(state: State, seq: int) -> int:
-    """A sequence's rows that are no pads."""
-    sequence: Sequence = state.sequences[seq]
-    return sequence.committed + len(sequence.speculative)
-
-
-def row_at(sequence: Sequence, position: int) -> int | None:
-    """The content id of a row; None where it has none, or none yet."""
-    if position >= sequence.committed:
-        index = position - sequence.committed
-        rows = sequence.speculative
-        known = index < len(rows) and rows[index].token != NO_TOKEN
-        return rows[index].token if known else None
-    if position < 0:
-        return None
-    full = len(sequence.packed)
-    size = (sequence.committed * TOKEN_BYTES - len(sequence.tail)) // TOKEN_BYTES
-    if position >= size:
-        at = position - size
-        return last_row(sequence.tail[: (at + 1) * TOKEN_BYTES])
-    index, row = divmod(position, size // full)
-    return last_row(sequence.packed[index][: (row + 1) * TOKEN_BYTES])
-
-
-def _key(state: State, group: int, block: int) -> int | None:
-    """The key under which a block can be found; None where it cannot."""
-    if not 0 <= group < len(state.groups) or block not in state.groups[group].blocks:
-        return None
-    entry = state.groups[group].blocks[block].entry
-    return None if entry == NO_ENTRY else state.entries[entry].key
-
-
-def _entry_tags(state: State, number: int) -> list[int]:
-    entry = state.entries[number]
-    parent = root_key(state.geometry, entry.namespace)
-    if entry.parent != NO_ENTRY:
-        parent = state.entries[entry.parent].key
-    return block_tags(state.geometry, parent, entry.tokens)
 
 
 _Handler = Callable[[Redactor, Any], Any]
