@@ -34,6 +34,7 @@ from statemachine.events import (
     PROMPT,
     BlockCopied,
 )
+from statemachine.records import NO_SCORES
 from statemachine.sequence import Sequence
 
 from .admission import admit
@@ -42,7 +43,7 @@ from .decoding import decoding, ngrams_of, plan_ahead, plan_decode, sampling
 from .draft import Draft, InFlight
 from .failing import fail_step, settle_failed
 from .policy import Policy
-from .scoring import scored_by
+from .scoring import NOTHING, scored_by
 from .sharing import share
 from .submission import CANCELLED
 from .view import (
@@ -177,7 +178,8 @@ def batch(view: View, plan: StepPlan) -> Batch:
     for planned in plan.pieces:
         request: RequestState = view.requests[planned.seq]
         sequence, parameters = view.state.sequences[planned.seq], request.arrived.parameters
-        scored = scored_by(request, sequence, planned)
+        scores = parameters.score_from != NO_SCORES
+        scored = scored_by(request, sequence, planned) if scores else NOTHING
         reads = planned.samples and parameters.reads_answer
         pieces.append(
             Piece(

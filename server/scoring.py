@@ -12,6 +12,8 @@ from statemachine.sequence import Sequence
 
 from .view import PlannedPiece, RequestState
 
+NOTHING = range(0)
+
 
 def scores_prompt(parameters: Parameters, answered: bool) -> bool:
     """Whether prompt tokens are still to be scored."""
@@ -33,7 +35,7 @@ def scored_positions(
     rows, as its step's plan left them. answered: some of the answer was known by then.
     """
     if not scores_prompt(parameters, answered):
-        return range(0)
+        return NOTHING
     begin = max(parameters.score_from, end - rows + 1)
     return range(begin, max(begin, min(end, prompt_rows - 1) + 1))
 

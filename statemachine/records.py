@@ -74,7 +74,13 @@ class Parameters(Struct, frozen=True, omit_defaults=True):
     @property
     def reads_answer(self) -> bool:
         """Whether a token can be sampled only once all tokens before it are known."""
-        return self.penalised or bool(self.grammar)
+        # Asked of every row of every step, so in one piece.
+        return bool(
+            self.frequency_penalty
+            or self.presence_penalty
+            or self.repetition_penalty != 1.0
+            or self.grammar
+        )
 
 
 class Header(Struct, frozen=True, tag=True, omit_defaults=True):
