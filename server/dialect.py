@@ -134,7 +134,7 @@ class Dialect:
             function = call["function"]
             try:
                 arguments = json.loads(function["arguments"] or "{}")
-            except ValueError:
+            except (ValueError, RecursionError):
                 arguments = None
             if not isinstance(arguments, dict):
                 param = f"messages[{index}].tool_calls[{at}].function.arguments"

@@ -7,7 +7,6 @@ content_block_stop, and message_delta, message_stop at the end. Refusals have An
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -184,10 +183,9 @@ def blocks_of(parts: list[Part]) -> list[AnswerBlock]:
 def input_of(arguments: str) -> dict[str, Any]:
     """A call's arguments as an object."""
     try:
-        found = json.loads(arguments)
-    except ValueError:
-        found = None
-    return found if isinstance(found, dict) else {BROKEN_INPUT: arguments}
+        return msgspec.json.decode(arguments, type=dict[str, Any])
+    except (msgspec.MsgspecError, RecursionError):
+        return {BROKEN_INPUT: arguments}
 
 
 def _event(kind: str, **fields: object) -> bytes:

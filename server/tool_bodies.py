@@ -22,6 +22,9 @@ HEAD_CHARACTERS_MAX = 512
 """A call's name, and what stands around it, must fit in there."""
 
 
+_HALF = re.compile("[\ud800-\udfff]")
+
+
 class NotACall(Exception):
     """This text calls none of the tools; it is content."""
 
@@ -170,7 +173,7 @@ def _parse_call(raw: str) -> tuple[str, str]:
     """Name and JSON arguments of one whole call. Raises NotACall."""
     try:
         call = json.loads(raw, strict=False)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise NotACall from None
     if isinstance(call.get("function"), dict):
         call = call["function"]
@@ -179,11 +182,17 @@ def _parse_call(raw: str) -> tuple[str, str]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}", strict=False)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise NotACall from None
     if not isinstance(name, str) or not isinstance(arguments, dict | None):
         raise NotACall
-    return name, json.dumps(arguments or {}, ensure_ascii=False)
+    return name, written(arguments or {})
+
+
+def written(value: Any) -> str:
+    """JSON of `value`: readable, unless half a UTF-16 pair, which no UTF-8 can hold, is in it."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if text.isascii() or not _HALF.search(text) else json.dumps(value)
 
 
 class NamedCall:
@@ -335,11 +344,11 @@ class TaggedCall:
         self._raw = self._raw[found.end() :]
         return True
 
-    def _tell(self, key: str, text: str, *, whole: bool = True) -> None:
+    def _tell(self, key: str, said: str, *, whole: bool = True) -> None:
         schema = (self._schema or {}).get("properties", {}).get(key, {})
-        value = _value_of(text, schema) if whole else text.removeprefix("\n")
-        written = json.dumps(value, ensure_ascii=False)
-        member = f"{json.dumps(key, ensure_ascii=False)}: {written if whole else written[:-1]}"
+        value = _value_of(said, schema) if whole else said.removeprefix("\n")
+        text = written(value)
+        member = f"{written(key)}: {text if whole else text[:-1]}"
         self._calls.arguments((", " if self._told else "{") + member)
         self._told += 1
 
@@ -352,5 +361,5 @@ def _value_of(text: str, schema: Any) -> Any:
         return text
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text

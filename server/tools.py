@@ -22,6 +22,7 @@ from .tool_bodies import Body, Calls, NotACall
 from .wire import ApiError
 
 TOOLS_MAX = 128
+SCHEMA_DEPTH_MAX = 100
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 
@@ -76,12 +77,30 @@ def check_tools(tools: Sequence[Tool], choice: ToolChoice, schema_key: str = "")
 
 
 def _check_schema(schema: dict[str, Any], where: str) -> None:
+    if _depth(schema) > SCHEMA_DEPTH_MAX:
+        param = where.rstrip(".")
+        raise ApiError(
+            f"The schema of {param} is nested more than {SCHEMA_DEPTH_MAX} deep.", param=param
+        )
     if schema.get("type", "object") != "object":
         raise ApiError(
             f"The schema of {where.rstrip('.')} is of type {schema['type']!r}; arguments are an "
             "object.",
             param=where.rstrip("."),
         )
+
+
+def _depth(schema: object) -> int:
+    """How deep objects and arrays are nested in it."""
+    depth, level = 0, [schema]
+    while level := [
+        inner
+        for value in level
+        if isinstance(value, dict | list)
+        for inner in (value.values() if isinstance(value, dict) else value)
+    ]:
+        depth += 1
+    return depth
 
 
 class ToolSplitter:

@@ -138,6 +138,7 @@ def test_template_variables_reach_the_template() -> None:
         assert server.prompts == ["<no>low"]
 
 
+DEEP = json.loads('{"a":' * 101 + "{}" + "}" * 101)
 BAD_ARGUMENTS = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{"}}
 
 
@@ -168,6 +169,11 @@ BAD_ARGUMENTS = {"id": "c", "type": "function", "function": {"name": "add", "arg
             {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": 1}}}]},
             "tools[0].function",
             "The schema of tools[0].function is of type 1; arguments are an object.",
+        ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a", "parameters": DEEP}}]},
+            "tools[0].function",
+            "The schema of tools[0].function is nested more than 100 deep.",
         ),
         ({"tools": [ADD] * 129}, "tools", "tools has 129 entries; at most 128 are allowed."),
         ({"tool_choice": "any"}, "tool_choice", "tool_choice must be none, auto, required, or"),

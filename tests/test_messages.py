@@ -82,12 +82,14 @@ def test_a_call_is_a_tool_use_block_with_an_object() -> None:
     assert message.stop_reason == "tool_use"
 
 
-def test_arguments_that_are_no_object_are_given_as_text() -> None:
-    broken = '<tool_call>{"name": "add", "arguments": {x}}</tool_call>'
+@pytest.mark.parametrize("arguments", ["{x}", '{"x": "\\ud800"}', '{"x":' * 5000])
+def test_arguments_that_are_no_object_are_given_as_text(arguments: str) -> None:
+    broken = f'<tool_call>{{"name": "add", "arguments": {arguments}'
     with speaking(broken) as server, client_of(server.url) as client:
-        (call,) = client.messages.create(**ASK, tools=[ADD]).content
+        (call,) = client.messages.create(**{**ASK, "max_tokens": 4000}, tools=[ADD]).content
     assert call.type == "tool_use"
-    assert call.input == {"INVALID_JSON": "{x}"}
+    assert list(call.input) == ["INVALID_JSON"]
+    assert arguments.startswith(str(call.input["INVALID_JSON"]))
 
 
 def test_a_stream_adds_up_to_the_whole_message() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import count, pairwise
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -212,6 +213,8 @@ def test_any_cuts_give_the_same_parts(sample: tuple[str, str], cuts: list[int]) 
 BITS = ["<tool_call>", "</tool_call>", '{"name": "add", "arguments": ', "{", "}", '"', "\\", " \n"]
 
 
+HALF = '"\\ud800 arguments": 1, "name": "add"'
+"""Half a UTF-16 pair, which JSON can carry and UTF-8 cannot."""
 TAGS = [
     "<function=add>",
     "<parameter=x>",
@@ -226,13 +229,17 @@ TAGS = [
 @given(
     st.sampled_from(sorted(BY_NAME)),
     st.lists(
-        st.sampled_from([*BITS, "[TOOL_CALLS]", "[ARGS]", "[", "]", ",", "add", "x", "<|", *TAGS]),
+        st.sampled_from(
+            [*BITS, "[TOOL_CALLS]", "[ARGS]", "[", "]", ",", "add", "x", "<|", HALF, *TAGS]
+        ),
         max_size=14,
     ),
 )
 def test_no_text_raises_or_depends_on_how_it_is_cut(form: str, bits: list[str]) -> None:
     text = "".join(bits)
-    assert split(form, list(text)) == split(form, bits) == split(form, [text])
+    whole = split(form, [text])
+    assert split(form, list(text)) == split(form, bits) == whole
+    msgspec.json.encode(whole)
 
 
 def fed(form: str, text: str) -> Iterator[list[Part]]:
@@ -281,6 +288,18 @@ def test_a_tagged_call_ends_at_what_is_no_tag_of_it() -> None:
     text = "<function=add><parameter=x>1</parameter>So <b>.</function>"
     assert seen("function tags", text) == ("So <b>.</function>", "", [("add", '{"x": 1}')])
     assert seen("argument tags", "<tool_call>add <b>") == ("<b>", "", [("add", "{}")])
+
+
+def test_half_a_pair_in_arguments_stays_an_escape() -> None:
+    text = '<tool_call>{"arguments": {"text": "é\\ud800"}, "name": "say"}</tool_call>'
+    assert seen("hermes", text) == ("", "", [("say", '{"text": "\\u00e9\\ud800"}')])
+    text = '<function=add><parameter=x>"\\ud800"</parameter></function>'
+    assert seen("function tags", text) == ("", "", [("add", '{"x": "\\ud800"}')])
+
+
+def test_json_nested_too_deeply_to_be_read_is_content() -> None:
+    text = '<tool_call>{"arguments": ' + "[" * 9000 + "]" * 9000 + ', "name": "add"}</tool_call>'
+    assert seen("hermes", text) == (text, "", [])
 
 
 def test_arguments_that_break_once_they_stream_are_given_as_they_are() -> None:
