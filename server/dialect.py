@@ -53,13 +53,16 @@ class Prompt:
 
 @frozen(slots=False)
 class Dialect:
-    """See the module. shows_tools: the template does; json_arguments: it wants JSON text there."""
+    """See the module. shows_tools: the template does; json_arguments: it wants JSON text there;
+    takes_system: it does not refuse a system message.
+    """
 
     tokenizer: Tokenizer
     format: Format
     reasoning: ReasoningMarkers | None
     shows_tools: bool
     json_arguments: bool
+    takes_system: bool
 
     def prompt(
         self,
@@ -117,7 +120,7 @@ class Dialect:
             if tools:
                 variables["tools"] = [tool.for_template() for tool in tools]
         else:
-            turns = hermes.in_words(turns, tools)
+            turns = hermes.in_words(turns, tools, system=self.takes_system)
         try:
             return self.tokenizer.render_chat(turns, **variables)
         except TemplateError as error:
@@ -227,6 +230,7 @@ def dialect_of(tokenizer: Tokenizer) -> Dialect:
         reasoning_markers(tokenizer),
         shows_tools,
         '"probe_key"' not in as_object and '"probe_key"' in as_text,
+        "probe" in _probe(tokenizer, [{"role": "system", "content": "-"}, _ASK]),
     )
 
 

@@ -25,8 +25,13 @@ To call one, write its name and its arguments as JSON between these tags, once f
 </tool_call>"""
 
 
-def in_words(turns: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """`turns` with roles system, user and assistant only, tools and calls in their text."""
+def in_words(
+    turns: Sequence[Mapping[str, Any]], tools: Sequence[Tool], *, system: bool = True
+) -> list[dict[str, Any]]:
+    """`turns` with roles system, user and assistant only, tools and calls in their text.
+
+    The tools stand in the system message, or before what the user says first if not `system`.
+    """
     found: list[dict[str, Any]] = []
     for turn in turns:
         role, content = turn["role"], turn.get("content") or ""
@@ -42,7 +47,7 @@ def in_words(turns: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> list[
         else:
             found.append(dict(turn))
     if tools:
-        _introduce(found, tools)
+        _introduce(found, tools, "system" if system else "user")
     return [{key: turn[key] for key in turn if key != "results"} for turn in found]
 
 
@@ -52,10 +57,12 @@ def _call(function: Mapping[str, Any]) -> str:
     return f'<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>'
 
 
-def _introduce(turns: list[dict[str, Any]], tools: Sequence[Tool]) -> None:
+def _introduce(turns: list[dict[str, Any]], tools: Sequence[Tool], role: str) -> None:
     lines = (json.dumps(tool.for_template(), ensure_ascii=False) for tool in tools)
     words = INTRODUCTION.format(tools="\n".join(lines))
-    if turns and turns[0]["role"] == "system":
+    if not turns or turns[0]["role"] not in ("system", role):
+        turns.insert(0, {"role": role, "content": words})
+    elif role == "system":
         turns[0]["content"] = f"{turns[0]['content']}\n\n{words}"
     else:
-        turns.insert(0, {"role": "system", "content": words})
+        turns[0]["content"] = f"{words}\n\n{turns[0]['content']}"

@@ -84,6 +84,16 @@ def test_a_template_that_shows_no_tools_gets_them_in_hermes_words() -> None:
     )
 
 
+def test_a_template_that_refuses_system_messages_gets_the_tools_from_the_user() -> None:
+    template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        + templates.PLAIN
+    )
+    prompt = prompt_of(template, HI, [SAY])
+    assert prompt.startswith("<user>You may call functions")
+    assert prompt.endswith("</tool_call>\n\nHi;<assistant>")
+
+
 def test_without_tools_the_prompt_is_the_templates_alone() -> None:
     assert prompt_of(templates.PLAIN, HI) == "<user>Hi;<assistant>"
     assert prompt_of(templates.HERMES, HI, [ADD], ToolChoice("none")) == "<user>Hi;<assistant>"
