@@ -15,14 +15,14 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from statemachine.geometry import Group
 from statemachine.sequence import Sequence
-from statemachine.state import NO_ENTRY, GroupState
+from statemachine.state import NO_ENTRY, GroupState, State
 
 from .counters import Counters
 from .view import View
 
 CELLS_MAX = 4096
+RUNS_MAX = 1024
 SEQUENCES_MAX = 256
 """Sequences that are listed; blocks of others are NOBODY's."""
 
@@ -39,6 +39,9 @@ class Pool(Struct, frozen=True):
 
     A cell's lower 13 bits are the place of its first holder among the snapshot's sequences, or
     NOBODY; where each > 1, the percentage of its blocks that are held.
+
+    also: by place among the sequences, the blocks that it holds and is not the first holder of, as
+    first, count, first, count ..; at most RUNS_MAX runs in all, and none where each > 1.
     """
 
     group: int
@@ -49,6 +52,7 @@ class Pool(Struct, frozen=True):
     cached: int
     free: int
     cells: str
+    also: tuple[tuple[int, ...], ...]
 
 
 class Live(Struct, frozen=True):
@@ -91,19 +95,7 @@ def snapshot(view: View, counters: Counters, healthy: bool, at_ms: int) -> bytes
     listed = [state.sequences[seq] for seq in ids[:SEQUENCES_MAX]]
     others = [state.sequences[seq] for seq in ids[SEQUENCES_MAX:]]
     geometry = state.geometry
-    pools = [
-        Pool(
-            group=group,
-            kind=geometry.groups[group].kind,
-            num_blocks=geometry.groups[group].num_blocks,
-            each=_each(geometry.groups[group]),
-            held=state.held_blocks(group),
-            cached=state.cached_blocks(group),
-            free=state.free_blocks(group),
-            cells=_cells(geometry.groups[group], group, state.groups[group], listed, others),
-        )
-        for group in state.paged_groups()
-    ]
+    pools = [_pool(state, group, listed, others) for group in state.paged_groups()]
     return msgspec.json.encode(
         Snapshot(
             at_ms=at_ms,
@@ -133,35 +125,69 @@ def _live(view: View, sequence: Sequence) -> Live:
     return Live(sequence.id, prompt, answer, sequence.offset, sequence.adopted)
 
 
-def _each(spec: Group) -> int:
-    return -(-spec.num_blocks // CELLS_MAX)
-
-
-def _cells(
-    spec: Group, group: int, blocks: GroupState, listed: list[Sequence], others: list[Sequence]
-) -> str:
+def _pool(state: State, group: int, listed: list[Sequence], others: list[Sequence]) -> Pool:
+    spec = state.geometry.groups[group]
+    tables = [_blocks(sequence, group) for sequence in listed]
     holders = np.zeros(spec.num_blocks, np.int32)
+    for sequence in others:
+        holders[_blocks(sequence, group)] += 1
     owner = np.full(spec.num_blocks, NOBODY, np.uint16)
-    for place, sequence in reversed(list(enumerate([*listed, *others]))):
-        table = np.array(sequence.tables[group], np.int64)
-        table = table[table >= 0]
-        holders[table] += 1
-        owner[table] = place if place < len(listed) else NOBODY
+    for place in reversed(range(len(tables))):
+        holders[tables[place]] += 1
+        owner[tables[place]] = place
+    each = -(-spec.num_blocks // CELLS_MAX)
+    states, held = _states(state.groups[group], holders)
+    also = shared_runs(tables, owner) if each == 1 else ()
+    if each > 1:
+        states, owner = _aggregated(states, held, each)
+    cells = (states.astype(np.uint16) << STATE_SHIFT) | owner
+    return Pool(
+        group=group,
+        kind=spec.kind,
+        num_blocks=spec.num_blocks,
+        each=each,
+        held=state.held_blocks(group),
+        cached=state.cached_blocks(group),
+        free=state.free_blocks(group),
+        cells=base64.b64encode(cells.astype("<u2").tobytes()).decode(),
+        also=also,
+    )
+
+
+def _blocks(sequence: Sequence, group: int) -> NDArray[np.int64]:
+    """The blocks of a sequence's table, [n]."""
+    table = np.array(sequence.tables[group], np.int64)
+    return table[table >= 0]
+
+
+def shared_runs(
+    tables: list[NDArray[np.int64]], owner: NDArray[np.uint16]
+) -> tuple[tuple[int, ...], ...]:
+    """Runs of the blocks that each sequence has beside those that it is the first holder of."""
+    found, left = [], RUNS_MAX
+    for place, table in enumerate(tables):
+        blocks = np.sort(table[owner[table] != place])
+        starts = np.flatnonzero(np.diff(blocks, prepend=-2) != 1)[:left]
+        left -= len(starts)
+        ends = np.append(np.flatnonzero(np.diff(blocks) != 1), len(blocks) - 1)[: len(starts)]
+        runs = np.stack([blocks[starts], ends - starts + 1], axis=1) if len(starts) else starts
+        found.append(tuple(runs.ravel().tolist()))
+    return tuple(found)
+
+
+def _states(blocks: GroupState, holders: NDArray[np.int32]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """The state of each block, and whether it is held."""
     used = blocks.blocks.items()
-    findable = np.zeros(spec.num_blocks, bool)
+    findable = np.zeros(len(holders), bool)
     findable[[number for number, block in used if block.entry != NO_ENTRY]] = True
-    pinned = np.zeros(spec.num_blocks, bool)
+    pinned = np.zeros(len(holders), bool)
     pinned[[number for number, block in used if block.pins]] = True
     state = np.where(findable, CACHED, FREE)
     state[pinned] = COPIED
     state[holders == 1] = OWN
     state[(holders == 1) & findable] = PUBLISHED
     state[holders > 1] = SHARED
-    each = _each(spec)
-    if each > 1:
-        state, owner = _aggregated(state, (holders > 0) | pinned, each)
-    cells = (state.astype(np.uint16) << STATE_SHIFT) | owner
-    return base64.b64encode(cells.astype("<u2").tobytes()).decode()
+    return state, (holders > 0) | pinned
 
 
 _RANK = np.array([0, 1, 3, 4, 5, 2])

@@ -30,9 +30,11 @@ from server.pool_snapshot import (
     NOBODY,
     OWN,
     PUBLISHED,
+    RUNS_MAX,
     SEQUENCES_MAX,
     SHARED,
     STATE_SHIFT,
+    shared_runs,
     snapshot,
 )
 from server.route_page import POLICY as PAGE_POLICY
@@ -89,6 +91,7 @@ def test_a_snapshot_says_who_holds_which_block_and_how() -> None:
     cells = cells_of(pool)
     assert [cells[block] for block in first] == [(SHARED, 0)] * 4 + [(OWN, 0)]
     assert [cells[block] for block in second] == [(SHARED, 0)] * 4 + [(PUBLISHED, 1), (OWN, 1)]
+    assert pool["also"] == [[], [first[0], 4]]
     rest = [cell for number, cell in enumerate(cells) if number not in {*first, *second}]
     assert sorted(set(rest)) == [(FREE, NOBODY), (CACHED, NOBODY)]
     assert rest.count((CACHED, NOBODY)) == pool["cached"] == state.cached_blocks() == 2
@@ -142,6 +145,17 @@ def test_a_snapshot_stays_small_with_many_sequences() -> None:
     assert holders.count(3) == blocks[3] > 0
     view, counters = sim.engine.view, sim.engine.counters
     assert len(snapshot(view, counters, True, 0)) < 32 * 1024
+
+
+def test_blocks_beside_a_first_holder_are_runs_and_only_so_many() -> None:
+    tables = [np.array(table) for table in ([0, 1, 2], [2, 0, 5], [9, 8, 0, 1, 2, 5])]
+    owner = np.array([0, 0, 0, NOBODY, NOBODY, 1, NOBODY, NOBODY, 2, 2], np.uint16)
+    assert shared_runs(tables, owner) == ((), (0, 1, 2, 1), (0, 3, 5, 1))
+    apart = np.arange(0, 4 * RUNS_MAX, 2)
+    owner = np.zeros(4 * RUNS_MAX, np.uint16)
+    first, second, third = shared_runs([apart, apart, apart], owner)
+    assert (first, len(second), third) == ((), 2 * RUNS_MAX, ())
+    assert second[-2:] == (2 * RUNS_MAX - 2, 1)
 
 
 def test_a_window_group_has_a_pool_of_its_own_and_a_model_owned_one_has_none() -> None:
@@ -339,7 +353,8 @@ def halted(geometry: Geometry = SMALL, steps: int = 4) -> Iterator[Engine]:
             assert go_on.wait(WAIT_S)
 
     kernel = FakeKernel(geometry, delay=delay)
-    parts = Parts(kernel, POLICY, MemoryCapture(), header(geometry, POLICY))
+    policy = structs.replace(POLICY, prefix_aware=True)
+    parts = Parts(kernel, policy, MemoryCapture(), header(geometry, policy))
     engine = Engine(lambda: parts)
     engine.start()
     try:
@@ -388,7 +403,8 @@ def test_a_sequence_has_one_colour_and_choosing_it_fades_the_others(browser: Bro
     with halted() as engine, served(engine) as (server, _):
         visit(browser, server)
         (first,), (second,) = (engine.view.state.sequences[seq].tables for seq in (0, 1))
-        own, other = first[-1], second[-1]
+        own, other, shared = first[-1], second[-1], first[0]
+        assert shared == second[0]
         free = max(set(range(64)) - {*first, *second})
         colours = [pixel(browser, block) for block in (own, other, free)]
         assert len({tuple(colour) for colour in colours}) == 3
@@ -397,9 +413,9 @@ def test_a_sequence_has_one_colour_and_choosing_it_fades_the_others(browser: Bro
         assert browser.ask("watch.chosen") == 1
         pressed = "document.querySelector('[data-seq=\"1\"]').getAttribute('aria-pressed')"
         assert browser.ask(pressed) == "true"
-        faded, kept = pixel(browser, own), pixel(browser, other)
+        faded, kept, both = (pixel(browser, block) for block in (own, other, shared))
         assert kept == colours[1]
-        assert faded[3] < 255
+        assert (faded[3] < 255, both[3]) == (True, 255)
 
 
 def test_the_map_can_be_read_with_the_keyboard(browser: Browser) -> None:
@@ -409,7 +425,7 @@ def test_the_map_can_be_read_with_the_keyboard(browser: Browser) -> None:
         assert table[0] == 0
         browser.ask("watch.pools[0].canvas.focus()")
         browser.key("Home")
-        assert text(browser, "readout") == "Block 0: held by one, and can be found (sequence 0)"
+        assert text(browser, "readout") == "Block 0: held by several (sequences 0, 1)"
         browser.key("End")
         assert text(browser, "readout") == "Block 63: free"
         browser.key("ArrowLeft")

@@ -229,8 +229,17 @@ function readout(it) {
     const first = it.at * each, last = Math.min(first + each, it.pool.num_blocks) - 1;
     return `Blocks ${first} to ${last}: ${low} % held; ${WORDS[state]}`;
   }
-  const holder = watch.snapshot.sequences[low];
-  return `Block ${it.at}: ${WORDS[state]}${holder ? ` (${state === SHARED ? "the first is " : ""}sequence ${holder.seq})` : ""}`;
+  const holders = watch.snapshot.sequences.filter((_, place) => holds(it, place, it.at)).map((held) => held.seq);
+  const named = holders.length > 12 ? `${holders.slice(0, 12).join(", ")} and others` : holders.join(", ");
+  return `Block ${it.at}: ${WORDS[state]}${named ? ` (${holders.length > 1 ? "sequences" : "sequence"} ${named})` : ""}`;
+}
+
+// Whether the sequence at a place of the snapshot has a block: as its first holder, or beside it.
+function holds(it, place, block) {
+  if ((it.cells[block] & NOBODY) === place) return true;
+  const runs = it.pool.also[place] || [];
+  for (let at = 0; at < runs.length; at += 2) if (block >= runs[at] && block < runs[at] + runs[at + 1]) return true;
+  return false;
 }
 
 function draw(it) {
@@ -246,11 +255,12 @@ function draw(it) {
   it.canvas.style.height = `${height}px`;
   const pen = it.canvas.getContext("2d");
   pen.scale(scale, scale);
+  const chosen = watch.snapshot.sequences.findIndex((held) => held.seq === watch.chosen);
   for (let at = 0; at < count; at += 1) {
     const state = it.cells[at] >> 13, low = it.cells[at] & NOBODY;
     const holder = it.pool.each > 1 ? null : watch.snapshot.sequences[low];
     const strength = it.pool.each > 1 ? Math.max(0.25, low / 100) : 1;
-    const faded = watch.chosen >= 0 && !(holder && holder.seq === watch.chosen);
+    const faded = chosen >= 0 && !(it.pool.each === 1 && holds(it, chosen, at));
     pen.globalAlpha = (faded ? 0.25 : 1) * strength;
     cell(pen, (at % it.columns) * it.size, Math.floor(at / it.columns) * it.size, it.size, state, holder, colours);
   }
