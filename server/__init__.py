@@ -5,6 +5,8 @@
             -> closing.close_step -> closing.settle -> clients.py (news to whoever asked)
     listen.py -> layers.py -> app.py -> route_*.py: wire_*.py (a body), chat.py, ... (an Ask of it)
             -> desk.py (admit: Answers) -> stream.py (their news) -> replies.py (a response)
+    each step is looked at by live_guard.py, and counted by counters.py, which metrics.py exposes;
+    events.py (pool_snapshot.py) feeds the page in page/
     scheduler.py (draft.py, decoding.py, speculation.py, admission.py, reuse.py, sharing.py),
     closing.py, failing.py, view.py, waiting.py, tokenlog.py and policy.py are pure: replay runs
     them again on a tape's inputs.
