@@ -93,7 +93,7 @@ class Counted(Sampling, kw_only=True):
                 return ToolChoice("none")
             case ToolChoiceField("any"):
                 return ToolChoice("required")
-            case ToolChoiceField("tool", str(name)):
+            case ToolChoiceField("tool", str(name)) if name:
                 return ToolChoice("required", name)
         message = "tool_choice must be of type auto, any, none, or tool with the tool's name."
         raise ApiError(message, param="tool_choice")

@@ -96,9 +96,9 @@ def choice_of(given: Any, *, nested: bool = True) -> ToolChoice:
             return AUTO
         case "none" | "required":
             return ToolChoice(given)
-        case {"type": "function", "function": {"name": str(name)}} if nested:
+        case {"type": "function", "function": {"name": str(name)}} if nested and name:
             return ToolChoice("required", name)
-        case {"type": "function", "name": str(name)} if not nested:
+        case {"type": "function", "name": str(name)} if name and not nested:
             return ToolChoice("required", name)
     raise ApiError(
         "tool_choice must be none, auto, required, or an object that names a function.",

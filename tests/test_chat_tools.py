@@ -176,6 +176,11 @@ BAD_ARGUMENTS = {"id": "c", "type": "function", "function": {"name": "add", "arg
             "The schema of tools[0].function is nested more than 100 deep.",
         ),
         ({"tools": [ADD] * 129}, "tools", "tools has 129 entries; at most 128 are allowed."),
+        (
+            {"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": ""}}},
+            "tool_choice",
+            "tool_choice must be none, auto, required, or",
+        ),
         ({"tool_choice": "any"}, "tool_choice", "tool_choice must be none, auto, required, or"),
         ({"tool_choice": "required"}, "tool_choice", "tool_choice asks for a call, but there are"),
         (
