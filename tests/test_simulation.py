@@ -17,6 +17,7 @@ from statemachine import invariants
 from statemachine.errors import InvariantBroken
 from statemachine.events import Namespace
 from statemachine.geometry import Geometry, Group
+from statemachine.records import Parameters
 from statemachine.state import State
 
 from . import simulation_check
@@ -47,6 +48,7 @@ NAMES = {
     "Group": Group,
     "Namespace": Namespace,
     "Failure": Failure,
+    "Parameters": Parameters,
 }
 """What a literal needs."""
 
@@ -68,6 +70,10 @@ def test_random_loads_are_clean_and_have_everything_in_them() -> None:
     )
     for name in (
         *often,
+        "read answers",
+        "scores",
+        "log-probabilities",
+        "embeddings",
         "adopted prefix",
         "copied block",
         "rewound rows",
@@ -101,12 +107,9 @@ def test_an_answer_worked_out_alone_is_what_the_scheduler_answers_one_request(se
         expected, _ = alone(load, request)
         assert expected == answer_alone(
             request.tokens,
-            request.max_tokens,
-            load.geometry,
+            geometry=load.geometry,
             namespace=request.namespace,
-            temperature=request.temperature,
-            seed=request.seed,
-            end_tokens=request.end_tokens,
+            **structs.asdict(request.parameters),
         )
     assert compared > 5
 
