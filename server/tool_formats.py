@@ -14,16 +14,7 @@ from functools import partial
 
 from attrs import frozen
 
-from .tool_bodies import (
-    ARGUMENT_TAGS,
-    FUNCTION_TAGS,
-    INVOKE_TAGS,
-    Body,
-    Calls,
-    JsonCalls,
-    NamedCall,
-    TaggedCall,
-)
+from .tool_bodies import Body, Calls, JsonCalls, NamedCall
 from .tool_grammar import (
     ARGUMENT_TAGGED,
     FUNCTION_TAGGED,
@@ -33,6 +24,7 @@ from .tool_grammar import (
     json_call,
     named_call,
 )
+from .tool_tags import ARGUMENT_TAGS, FUNCTION_TAGS, INVOKE_TAGS, TaggedCall
 from .tools import Tool
 
 
