@@ -94,14 +94,14 @@ def row_skipped(original: Any, witness: Witness) -> Any:
     "AppendedEach",
 )
 def other_token(original: Any, witness: Witness) -> Any:
-    def settle(view: Any, plan: Any, found: Any, events: Any) -> Any:
+    def settle(view: Any, plan: Any, found: Any, events: Any, *state: Any) -> Any:
         if plan.step != 4:
-            return original(view, plan, found, events)
+            return original(view, plan, found, events, *state)
         wrong = tuple(
             structs.replace(it, tokens=tuple(token ^ 1 for token in it.tokens)) for it in found
         )
         witness.note(step=5)  # the token is issued in the step after
-        return original(view, plan, wrong, events)
+        return original(view, plan, wrong, events, *state)
 
     return settle
 
