@@ -17,7 +17,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import base
 
-from .caches import HandleMisused, KeyHandle
+from .caches import HandleMisused, KeyHandle, MaskHandle
 from .context import StepContext
 from .fastmath import EXPONENT_MIN, LOG2E, exp2
 
@@ -40,12 +40,11 @@ def dispatch(
     if not isinstance(keys, KeyHandle):
         return ORIGINAL(queries, keys, values, cache, scale, mask, sinks)
     layer = keys.paged_cache
-    if mask is not None:
+    if mask is not None and not isinstance(mask, MaskHandle):
         raise HandleMisused(f"layer {layer.layer} brings a mask of its own; pages cannot honour it")
-    if sinks is not None:
-        raise HandleMisused(f"layer {layer.layer} has attention sinks; pages cannot honour them")
-    context, key_pages, value_pages = layer.read(keys, values)
-    return attend(context, layer.group, queries, key_pages, value_pages, scale)
+    asked = None if mask is None else mask.window
+    context, key_pages, value_pages = layer.read(keys, values, asked)
+    return attend(context, layer.group, queries, key_pages, value_pages, scale, sinks)
 
 
 def install() -> tuple[ModuleType, ...]:
@@ -73,11 +72,17 @@ def attend(
     key_pages: mx.array,
     value_pages: mx.array,
     scale: float,
+    sinks: mx.array | None = None,
 ) -> mx.array:
-    """Each row of `queries` [T, H, 1, dim] over what its piece may read: [T, H, 1, value dim]."""
+    """Each row of `queries` [T, H, 1, dim] over what its piece may read: [T, H, 1, value dim].
+
+    sinks: [H], scores of a key that every query sees and that has no value.
+    """
     rows = queries.squeeze(2).astype(mx.float32) * (scale * LOG2E)
+    if sinks is not None:
+        sinks = sinks.astype(mx.float32) * LOG2E
     parts = [
-        _attend_bucket(context, number, group, rows, key_pages, value_pages)
+        _attend_bucket(context, number, group, rows, key_pages, value_pages, sinks)
         for number in range(len(context.buckets))
     ]
     out = parts[0] if len(parts) == 1 else mx.concatenate(parts)
@@ -93,6 +98,7 @@ def _attend_bucket(
     queries: mx.array,
     key_pages: mx.array,
     value_pages: mx.array,
+    sinks: mx.array | None,
 ) -> mx.array:
     """One bucket: queries [T, H, dim] in, [B * n, H, value dim] out."""
     bucket = context.buckets[number]
@@ -113,7 +119,7 @@ def _attend_bucket(
         bias = context.bias(number, group, place)
         reach = (keys[:, :, : tile.keys], values[:, :, : tile.keys])
         score = _columns if tile.end - tile.begin >= COLUMN_ROWS else _rows
-        outs.append(score(part, *reach, bias))
+        outs.append(score(part, *reach, bias, sinks))
     out = outs[0] if len(outs) == 1 else mx.concatenate(outs, axis=3)
     return out.transpose(0, 3, 1, 2, 4).reshape(pieces * count, -1, out.shape[-1])
 
@@ -123,7 +129,13 @@ def _gather(pages: mx.array, index: mx.array) -> mx.array:
     return pages.reshape(-1, pages.shape[-1])[index].astype(mx.float32)
 
 
-def _rows(queries: mx.array, keys: mx.array, values: mx.array, bias: mx.array | None) -> mx.array:
+def _rows(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    bias: mx.array | None,
+    sinks: mx.array | None,
+) -> mx.array:
     """Few queries: scores [B, KV, R, n, S]. Queries and result are [B, KV, R, n, dim]."""
     pieces, kv_heads, repeats, count, dim = queries.shape
     flat = queries.reshape(pieces, kv_heads, repeats * count, dim)
@@ -131,13 +143,22 @@ def _rows(queries: mx.array, keys: mx.array, values: mx.array, bias: mx.array | 
     if bias is not None:
         wide = scores.reshape(pieces, kv_heads, repeats, count, -1)
         scores = (wide + bias[:, None, None]).reshape(scores.shape)
-    weights = exp2(mx.maximum(scores - scores.max(axis=-1, keepdims=True), EXPONENT_MIN))
-    out = (weights @ values) / weights.sum(axis=-1, keepdims=True)
+    peaks = scores.max(axis=-1, keepdims=True)
+    if sinks is not None:
+        sinks = mx.repeat(sinks.reshape(1, kv_heads, repeats), count, axis=2)[..., None]
+        peaks = mx.maximum(peaks, sinks)
+    weights = exp2(mx.maximum(scores - peaks, EXPONENT_MIN))
+    totals = _with_sinks(weights.sum(axis=-1, keepdims=True), peaks, sinks)
+    out = (weights @ values) / totals
     return out.reshape(pieces, kv_heads, repeats, count, -1)
 
 
 def _columns(
-    queries: mx.array, keys: mx.array, values: mx.array, bias: mx.array | None
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    bias: mx.array | None,
+    sinks: mx.array | None,
 ) -> mx.array:
     """Many queries: the same with scores [B, KV, S, R, n]."""
     pieces, kv_heads, repeats, count, dim = queries.shape
@@ -147,7 +168,18 @@ def _columns(
         wide = scores.reshape(pieces, kv_heads, -1, repeats, count)
         turned = bias.swapaxes(-1, -2)[:, None, :, None]
         scores = (wide + turned).reshape(scores.shape)
-    weights = exp2(mx.maximum(scores - scores.max(axis=-2, keepdims=True), EXPONENT_MIN))
-    totals = weights.sum(axis=-2)[..., None]
+    peaks = scores.max(axis=-2, keepdims=True)
+    if sinks is not None:
+        sinks = mx.repeat(sinks.reshape(1, kv_heads, repeats), count, axis=2)[:, :, None]
+        peaks = mx.maximum(peaks, sinks)
+    weights = exp2(mx.maximum(scores - peaks, EXPONENT_MIN))
+    totals = _with_sinks(weights.sum(axis=-2, keepdims=True), peaks, sinks).swapaxes(-1, -2)
     out = (weights.swapaxes(-1, -2) @ values) / totals
     return out.reshape(pieces, kv_heads, repeats, count, -1)
+
+
+def _with_sinks(totals: mx.array, peaks: mx.array, sinks: mx.array | None) -> mx.array:
+    """What weights are divided by: their sum, and the sinks' share of it."""
+    if sinks is None:
+        return totals
+    return totals + exp2(mx.maximum(sinks - peaks, EXPONENT_MIN))

@@ -47,6 +47,13 @@ class View:
 
     slots: Longs | Ints
     tiles: tuple[Tile, ...]
+    seen: _Seen
+
+    def mask(self, window: int | None = None) -> Bools:
+        """[B, n, S], True where a query sees a key; of `window` rows at the most."""
+        count, keys = self.seen.rows.shape[1], self.seen.positions.shape[1]
+        mask = self.seen.mask(0, count, keys)
+        return mask if window is None else mask & self.seen.within(window)
 
 
 @frozen(eq=False)
@@ -61,9 +68,12 @@ class Bucket:
     contiguous: bool
 
 
-def group_rows(metadata: StepMetadata) -> tuple[Bucket, ...]:
-    """Every row of the batch in exactly one bucket. BadBatch where a row read has no block."""
-    return tuple(_bucket(metadata, pieces) for pieces in _partition(metadata))
+def group_rows(metadata: StepMetadata, alone: bool = False) -> tuple[Bucket, ...]:
+    """Every row of the batch in exactly one bucket, a bucket for each piece where they stand
+    `alone`. BadBatch where a row read has no block.
+    """
+    parts = np.arange(len(metadata.rows))[:, None] if alone else _partition(metadata)
+    return tuple(_bucket(metadata, pieces) for pieces in parts)
 
 
 def output_order(buckets: tuple[Bucket, ...]) -> Longs | None:
@@ -128,7 +138,7 @@ def _view(metadata: StepMetadata, group: int, pieces: Longs, rows: Longs) -> Vie
         where = f"row {key} of {int(counts[piece])} of sequence {seq}"
         raise BadBatch(f"group {group} would read {where}, which has no block", seq)
     seen = _Seen(metadata, group, rows, positions, valid)
-    return View(np.maximum(slots, 0), _tiles(seen))
+    return View(np.maximum(slots, 0), _tiles(seen), seen)
 
 
 @frozen(eq=False)
@@ -152,6 +162,12 @@ class _Seen:
             sink = self.metadata.geometry.groups[self.group].sink
             mask &= (positions >= live_from) | (positions < sink)
         return mask
+
+    def within(self, window: int) -> Bools:
+        """[B, n, S], True where the key is one of the last `window` rows that a query sees."""
+        until: Ints = self.metadata.until[self.rows][:, :, None]
+        near: Bools = self.positions[:, None] >= until - window
+        return near
 
 
 def _tiles(seen: _Seen) -> tuple[Tile, ...]:

@@ -2,7 +2,8 @@
 
 Owns the seam between a layer and the pages: counts what the layer does with its cache. Keeps no
 length: `offset` is the step's positions. What a layer gets for its K and V is a handle, not an
-array; attention.py's dispatch is the only one who can do anything with it.
+array; attention.py's dispatch is the only one who can do anything with it. A mask that names a
+window is a handle too: which layers have that window is known by who brings it to the dispatch.
 """
 
 from __future__ import annotations
@@ -21,12 +22,21 @@ class HandleMisused(Exception):
 
 
 class PagedCache:
-    """The cache of one layer. `bind` it to a step before the forward, `release` it afterwards."""
+    """The cache of one layer. `bind` it to a step before the forward, `release` it afterwards.
 
-    def __init__(self, layer: int, group: int, window: int = 0) -> None:
+    layer: the number of its page arrays, None where the model never writes this cache. own: the
+    window of the cache that mlx-lm makes in its place, 0 for none. window: the one that its rows
+    are masked by, own or asked for; None while that is being found out.
+    """
+
+    def __init__(
+        self, layer: int | None, group: int, window: int | None = 0, own: int | None = None
+    ) -> None:
         self.layer = layer
         self.group = group
-        self._window = window
+        self.window = window
+        self.own = (window or 0) if own is None else own
+        self.seen_windows: set[int] = set()
         self._context: StepContext | None = None
         self._pages: PageStep | None = None
         self._handles: tuple[KeyHandle, ValueHandle] | None = None
@@ -64,17 +74,17 @@ class PagedCache:
 
     def make_mask(
         self, rows: int, return_array: bool = False, window_size: int | None = None
-    ) -> None:
-        """None: attention masks by the step's metadata. Refuses what that would not honour."""
-        if rows != 1 or return_array:
+    ) -> MaskHandle | None:
+        """What attention masks by: the step's metadata (None), or another window than the cache's
+        own. mlx-lm's caches give None for one row too, asked for an array or not.
+        """
+        if rows != 1:
             raise HandleMisused(
                 f"layer {self.layer} asks for a mask of {rows} rows; packed rows are one each"
             )
-        if window_size is not None and window_size != self._window:
-            raise HandleMisused(
-                f"layer {self.layer} asks for a window of {window_size} rows, "
-                f"but its cache has {self._window or 'none'}"
-            )
+        if window_size is None or window_size == self.own:
+            return None
+        return MaskHandle(self, window_size)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[KeyHandle, ValueHandle]:
         """Write this layer's rows, [T, heads, 1, dim], and return handles for them."""
@@ -85,23 +95,49 @@ class PagedCache:
             raise HandleMisused(
                 f"layer {self.layer} updates with keys {keys.shape}, not [{total}, heads, 1, dim]"
             )
+        if self.layer is None:
+            raise HandleMisused("a cache is written that was not when the model was looked at")
         self._updates += 1
         self._rows_updated += keys.shape[0] * keys.shape[2]
         where = context.write_index(self.group)
         pages.write(self.layer, where, keys.squeeze(2), values.squeeze(2))
-        self._handles = (KeyHandle(self), ValueHandle(self))
+        self._handles = (KeyHandle(self, keys.dtype), ValueHandle(self, values.dtype))
         return self._handles
 
-    def read(self, keys: object, values: object) -> tuple[StepContext, mx.array, mx.array]:
-        """For the dispatch: the step, and this layer's page arrays after its writes."""
+    def keys_and_values(self) -> tuple[KeyHandle, ValueHandle]:
+        """What the last update returned: models share it between layers."""
+        if self._handles is None:
+            raise HandleMisused(f"layer {self.layer} is read before it is written")
+        return self._handles
+
+    def read(
+        self, keys: object, values: object, asked: int | None = None
+    ) -> tuple[StepContext, mx.array, mx.array]:
+        """For the dispatch: the step, and this layer's page arrays after its writes.
+
+        asked: the window that the attention's mask names, None for the cache's own.
+        """
         if self._handles is None or self._handles[0] is not keys or self._handles[1] is not values:
             raise HandleMisused(
                 f"layer {self.layer} attends over keys and values that are not of one update"
             )
+        self._check_window(asked)
         context, pages = self._use(), self._pages
         assert pages is not None
+        assert self.layer is not None
         self._attends += 1
         return context, pages.keys[self.layer], pages.values[self.layer]
+
+    def _check_window(self, asked: int | None) -> None:
+        """The narrower of what is asked for and what the cache holds must be what is paged."""
+        window = min(filter(None, (asked, self.own)), default=0)
+        if self.window is None:
+            self.seen_windows.add(window)
+        elif window != self.window:
+            raise HandleMisused(
+                f"layer {self.layer} attends over a window of {window or 'all'} rows, but its "
+                f"pages hold {self.window or 'all'}"
+            )
 
     def _use(self) -> StepContext:
         if self._context is None:
@@ -111,7 +147,7 @@ class PagedCache:
 
 
 class _Handle:
-    """Stands for a layer's keys or values; every use but the dispatch's raises HandleMisused."""
+    """Stands for an array of a layer's; every use but the dispatch's raises HandleMisused."""
 
     __slots__ = ("paged_cache",)
     what = "handle"
@@ -129,18 +165,43 @@ class _Handle:
         )
 
 
-class KeyHandle(_Handle):
+class _Rows(_Handle):
+    __slots__ = ("dtype",)
+
+    def __init__(self, paged_cache: PagedCache, dtype: mx.Dtype) -> None:
+        super().__init__(paged_cache)
+        self.dtype = dtype
+
+    def astype(self, dtype: mx.Dtype) -> Any:
+        """Attention over pages computes in float32, so a cast to it is what happens anyway."""
+        if dtype != mx.float32:
+            self.__getattr__("astype")
+        return self
+
+
+class KeyHandle(_Rows):
     """What a layer gets in place of its keys."""
 
     __slots__ = ()
     what = "keys"
 
 
-class ValueHandle(_Handle):
+class ValueHandle(_Rows):
     """What a layer gets in place of its values."""
 
     __slots__ = ()
     what = "values"
+
+
+class MaskHandle(_Handle):
+    """What a layer gets in place of a mask that shows the last `window` rows."""
+
+    __slots__ = ("window",)
+    what = "mask"
+
+    def __init__(self, paged_cache: PagedCache, window: int) -> None:
+        super().__init__(paged_cache)
+        self.window = window
 
 
 def _refuse(name: str) -> Any:

@@ -20,9 +20,11 @@ class StepContext:
     bucket order back to batch order.
     """
 
-    def __init__(self, metadata: StepMetadata, fed: mx.array | None = None) -> None:
+    def __init__(
+        self, metadata: StepMetadata, fed: mx.array | None = None, alone: bool = False
+    ) -> None:
         self.metadata = metadata
-        self.buckets: tuple[Bucket, ...] = group_rows(metadata)
+        self.buckets: tuple[Bucket, ...] = group_rows(metadata, alone)
         order = output_order(self.buckets)
         self.order = None if order is None else _index(order)
         self.offset = mx.array(metadata.positions)

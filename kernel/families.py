@@ -1,25 +1,24 @@
-"""Families: what an architecture needs of pages, read off the caches that mlx-lm makes for it.
+"""Families: how a model is served, found by trying, and what follows from where its rows live.
 
-Owns the map from a model to groups of layers, to capabilities in words, and to the place where its
-logits can be computed for few rows. Never runs a step.
+Owns the choice between the ways over pages and mlx-lm's own caches, and capabilities in words.
+Goes by what a model does, never by its name. Never runs a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import mlx.core as mx
 from attrs import frozen
-from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
-from statemachine.geometry import FULL, OPAQUE, WINDOW, Group
+from statemachine.geometry import OPAQUE, WINDOW, Group
 
 from .errors import ModelError
+from .layout import ALONE, GATHERED, GROUPED, PACKED, Layout, look
 from .pages import LayerShape
+from .probe import References, probe
 
-PACKED = ("llama",)
-"""Architectures known to be right when packed; every other keeps mlx-lm's own caches."""
+WAYS = (PACKED, GATHERED, GROUPED, ALONE)
+"""Ways over pages, the best first."""
 
 
 @frozen
@@ -33,13 +32,15 @@ class Capability:
 @frozen
 class Capabilities:
     """batch: many sequences in a forward. pad: rows that are trimmed afterwards. rewind: rows
-    taken back at the tail. share: rows adopted by other sequences.
+    taken back at the tail. share: rows adopted by other sequences. snapshot: state that is kept
+    beside the rows, so that sequences can go back to it.
     """
 
     batch: Capability
     pad: Capability
     rewind: Capability
     share: Capability
+    snapshot: Capability
 
     def as_flags(self) -> dict[str, bool | int | str]:
         """For the tape's header: name -> able, and name_reason -> why not."""
@@ -57,78 +58,57 @@ class Capabilities:
 
 
 @frozen
-class LayerKind:
-    """What a layer's rows live like: window 0 keeps all."""
-
-    window: int = 0
-    sink: int = 0
-
-
-@frozen
 class Family:
-    """Where a model's rows live: in pages, or in caches of its own; and why."""
+    """How a model is served. layout: over pages; None: over caches of its own. reason: why."""
 
-    paged: bool
+    layout: Layout | None
     reason: str
+
+    @property
+    def paged(self) -> bool:
+        return self.layout is not None
+
+    @property
+    def way(self) -> str:
+        """`packed`, another way over pages, or `opaque`."""
+        return "opaque" if self.layout is None else self.layout.way.name
 
 
 def family_of(model: Any) -> Family:
-    """How a model is served: over pages where that is known to be right, else over its caches."""
-    try:
-        check_family(model)
-        layer_kinds(model)
-    except ModelError as error:
-        return Family(False, str(error))
-    return Family(True, f"architecture {_kind(model)!r} is known to be right over pages")
-
-
-def check_family(model: Any) -> None:
-    """Raise ModelError where the architecture is none that is served over pages."""
-    if _kind(model) not in PACKED:
-        raise ModelError(
-            f"architecture {_kind(model)!r} is not served over pages, only over caches of its own "
-            f"(over pages: {', '.join(PACKED)})"
-        )
-
-
-def _kind(model: Any) -> str:
-    return str(getattr(model, "model_type", type(model).__module__))
-
-
-def layer_kinds(model: Any) -> tuple[LayerKind, ...]:
-    """One for each of the model's caches, in their order. Raises ModelError for unknown kinds."""
-    kinds = []
-    for number, cache in enumerate(make_prompt_cache(model)):
-        if type(cache) is KVCache:
-            kinds.append(LayerKind())
-        elif type(cache) is RotatingKVCache:
-            kinds.append(LayerKind(cache.max_size, cache.keep))
+    """The first way in which a few tokens over pages give what they give without; else the
+    model's own caches. Takes as long as some tokens do.
+    """
+    references = References(model)
+    reasons: dict[str, str] = {}
+    for way in WAYS:
+        try:
+            layout = probe(model, look(model, way), references)
+        except ModelError as error:
+            reasons[way.name] = str(error)
+        except Exception as error:  # whatever a model does that is called in a way it cannot take
+            reasons[way.name] = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
         else:
-            name = type(cache).__name__
-            raise ModelError(f"layer {number} keeps a {name}, which pages cannot hold yet")
-    return tuple(kinds)
+            return Family(layout, _because(f"{way.name} over pages", reasons))
+    return Family(None, _because("over caches of its own", reasons))
 
 
-def layer_groups(model: Any) -> tuple[int, ...]:
-    """The group of each layer."""
-    kinds = layer_kinds(model)
-    distinct = _distinct(kinds)
-    return tuple(distinct.index(kind) for kind in kinds)
+def _because(how: str, reasons: dict[str, str]) -> str:
+    """How a model is served, and why in no better way."""
+    ways: dict[str, list[str]] = {}
+    for way, reason in reasons.items():
+        ways.setdefault(reason, []).append(way)
+    why = [f"not {' or '.join(names)}: {reason}" for reason, names in ways.items()]
+    return "; ".join([f"served {how}", *why])
 
 
 def groups_for(model: Any, num_blocks: int) -> tuple[Group, ...]:
-    """Groups of `num_blocks` blocks each, in the order in which layers first need them."""
-    check_family(model)
-    return tuple(
-        Group(WINDOW, num_blocks, kind.window, kind.sink)
-        if kind.window
-        else Group(FULL, num_blocks)
-        for kind in _distinct(layer_kinds(model))
-    )
+    """Groups of a packed model, unprobed: `num_blocks` blocks each."""
+    return look(model).groups(num_blocks)
 
 
-def _distinct(kinds: tuple[LayerKind, ...]) -> list[LayerKind]:
-    return list(dict.fromkeys(kinds))
+def layer_shapes(model: Any) -> tuple[LayerShape, ...]:
+    """Sizes of each layer's rows of a packed model, unprobed."""
+    return look(model).shapes
 
 
 def owned_groups() -> tuple[Group, ...]:
@@ -143,6 +123,7 @@ OWNED = Capabilities(
     share=Capability(
         False, "rows in the model's own caches are in no block that others could read"
     ),
+    snapshot=Capability(False, "nobody but the model knows what its own caches hold"),
 )
 
 
@@ -152,38 +133,10 @@ def capabilities_of(groups: tuple[Group, ...]) -> Capabilities:
         return OWNED
     windows = [group.window for group in groups if group.kind == WINDOW]
     yes = Capability(True, "every layer's rows are in pages")
+    none = Capability(False, "there is no state beside the rows, so none has to be kept")
     if not windows:
-        return Capabilities(batch=yes, pad=yes, rewind=yes, share=yes)
+        return Capabilities(batch=yes, pad=yes, rewind=yes, share=yes, snapshot=none)
     kept = Capability(
         True, f"windows of {min(windows)} rows: only as far as the rows needed are still held"
     )
-    return Capabilities(batch=yes, pad=kept, rewind=kept, share=kept)
-
-
-def layer_shapes(model: Any) -> tuple[LayerShape, ...]:
-    """Sizes of each layer's rows, seen by running one token through mlx-lm's own caches."""
-    caches = make_prompt_cache(model)
-    mx.eval(model(mx.array([[0]]), cache=caches))
-    shapes = []
-    for group, cache in zip(layer_groups(model), caches, strict=True):
-        keys, values = cache.keys, cache.values
-        shapes.append(LayerShape(group, keys.shape[1], keys.shape[3], values.shape[3], keys.dtype))
-    return tuple(shapes)
-
-
-Hidden = Callable[..., mx.array]
-Head = Callable[[mx.array], mx.array]
-
-
-def body_and_head(model: Any) -> tuple[Hidden, Head]:
-    """The part before the logits, and the part that makes them, so that few rows need the latter.
-
-    A model that is not cut in mlx-lm's usual way is its own body: logits are made for all rows.
-    """
-    body = getattr(model, "model", None)
-    if callable(body) and hasattr(body, "embed_tokens"):
-        if "lm_head" in model:
-            return body, model.lm_head
-        if getattr(getattr(model, "args", None), "tie_word_embeddings", False):
-            return body, body.embed_tokens.as_linear
-    return model, lambda logits: logits
+    return Capabilities(batch=yes, pad=kept, rewind=kept, share=kept, snapshot=none)

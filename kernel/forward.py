@@ -1,41 +1,80 @@
-"""Forward: one packed pass of a model over a step's rows.
+"""Forward: one pass of a model over a step's rows.
 
-Owns the call of the model with tokens [T, 1], the binding of its caches, and logits for sampled
-rows only. Never evaluates anything.
+Owns the call of the model over pages, packed or gathered, and logits for sampled rows only. Never
+evaluates anything.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from attrs import evolve
 
-from statemachine.geometry import Geometry
+from statemachine.geometry import ROWS_MAX
 from statemachine.records import Observation
 
-from .caches import PagedCache
 from .context import StepContext
-from .families import body_and_head, layer_groups
-from .metadata import Longs, observe
+from .gathered import GatheredCalls
+from .layout import Layout, as_taken, look, paged_caches
+from .metadata import CacheUse, Longs, StepMetadata, observe
 from .pages import PageStep
+from .split import Body, Head, body_and_head, unchanged
+
+
+class PackedCall:
+    """The one call of a model that a packed step takes: tokens [T, 1]."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._caches = paged_caches(layout)
+
+    def run(
+        self, body: Body, context: StepContext, pages: PageStep
+    ) -> tuple[mx.array, list[CacheUse]]:
+        """What leaves the body, [T, 1, D], and what each layer's cache counted."""
+        for cache in self._caches:
+            cache.bind(context, pages)
+        try:
+            hidden = body(context.tokens[:, None], cache=as_taken(self._layout.slots, self._caches))
+            written = [cache for cache in self._caches if cache.layer is not None]
+            return hidden, [cache.used(context.metadata) for cache in written]
+        finally:
+            for cache in self._caches:
+                cache.release()
 
 
 class Forward:
-    """A model with our caches in place of its own."""
+    """A model with our caches in place of its own, called as its layout says.
 
-    def __init__(self, model: Any, geometry: Geometry) -> None:
-        self._body, self._head = body_and_head(model)
+    window_max: no window that a mask names is wider; only a probe narrows them.
+    """
+
+    def __init__(
+        self, model: Any, layout: Layout | None = None, *, window_max: int = ROWS_MAX
+    ) -> None:
+        self._layout = layout or look(model)
+        self._body: Body = model
+        self._head: Head = unchanged
+        if self._layout.split:
+            self._body, self._head = body_and_head(model)
         self._split = self._body is not model
-        self._caches = [
-            PagedCache(layer, group, geometry.groups[group].window)
-            for layer, group in enumerate(layer_groups(model))
-        ]
+        self._calls: PackedCall | GatheredCalls = (
+            PackedCall(self._layout)
+            if self._layout.way.packed
+            else GatheredCalls(self._layout, window_max)
+        )
 
     @property
     def shows_hidden(self) -> bool:
         """Whether what the head is fed can be told from its logits."""
         return self._split
+
+    def context(self, metadata: StepMetadata, fed: mx.array | None = None) -> StepContext:
+        """A step's arrays, its rows grouped as they are called."""
+        return StepContext(metadata, fed, self._layout.way.alone)
 
     def run(
         self, context: StepContext, pages: PageStep
@@ -52,20 +91,22 @@ class Forward:
 
     def hidden(self, context: StepContext, pages: PageStep) -> tuple[mx.array, Observation]:
         """What the head is fed, [T, 1, D], and what the caches saw; writes go into `pages`."""
-        metadata = context.metadata
-        for cache in self._caches:
-            cache.bind(context, pages)
-        try:
-            hidden = self._body(context.tokens[:, None], cache=self._caches)
-            seen = observe(metadata, [cache.used(metadata) for cache in self._caches])
-        finally:
-            for cache in self._caches:
-                cache.release()
-        return hidden, seen
+        hidden, uses = self._calls.run(self._body, context, pages)
+        return hidden, observe(context.metadata, _told(uses, self._layout.reads))
 
     def logits(self, hidden: mx.array, rows: Longs) -> mx.array:
         """Logits [len(rows), vocab] float32 of some rows."""
         return self._head(hidden[_index(rows)])[:, -1].astype(mx.float32)
+
+
+def _told(uses: Items[CacheUse], reads: frozenset[int]) -> list[CacheUse]:
+    """Uses where a layer that takes its positions from another's cache, or has none, counts as
+    that other one: many models ask one cache for the offset of all layers.
+    """
+    most = max(use.offset_reads for use in uses)
+    return [
+        use if layer in reads else evolve(use, offset_reads=most) for layer, use in enumerate(uses)
+    ]
 
 
 def anchor(hidden: mx.array) -> mx.array:

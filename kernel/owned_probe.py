@@ -1,7 +1,7 @@
 """Probe of a model over its own caches, before anything is served.
 
-Owns what a few tokens say of it: which caches count rows, how wide the logits are, whether pieces
-give what all at once gives, and whether logits can be made for one row alone.
+Owns what a few tokens say of it: which caches count rows, how wide the logits are, and whether
+pieces give what all at once gives.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import mlx.core as mx
 import numpy as np
 
 from .errors import ModelError
-from .families import Head, Hidden, body_and_head
 from .model_kernel import describe
 from .owned_caches import OwnedCaches
 
@@ -44,28 +43,6 @@ def probe(model: Any, check: bool) -> tuple[tuple[int, ...], int]:
             f"(at most {PROBE_TOLERANCE:.2g} is rounding): it cannot be served; please report it"
         )
     return counted, vocab
-
-
-def cut(model: Any) -> tuple[Hidden, Head]:
-    """The model's part before the logits and the one that makes them, for the sampled row alone.
-
-    Only where both together say to the last bit what the model says; else it is its own body.
-    """
-    body, head = body_and_head(model)
-    if body is model:
-        return body, head
-    tokens = [5, 3, 8]
-    whole = np.array(_logits(model, OwnedCaches(model, -1), tokens).astype(mx.float32))
-    try:
-        rows = OwnedCaches(model, -1).feed(body, mx.array([tokens]))
-        same = np.array_equal(np.array(head(rows)[0].astype(mx.float32)), whole)
-    except Exception:
-        same = False  # its body is called in another way than mlx-lm's usual one
-    return (body, head) if same else (model, _all_logits)
-
-
-def _all_logits(logits: mx.array) -> mx.array:
-    return logits
 
 
 def _pieces_differ(model: Any, tokens: list[int]) -> float:

@@ -1,6 +1,8 @@
 """Probe: a few tokens over pages against mlx-lm's own caches, before anything is served.
 
-Owns the comparison only; uses small pages of its own.
+Owns the comparison only; uses small pages of its own. Two unlike sequences go through the same
+steps, in pieces, over blocks that lie backwards and in between each other's, far beyond the window
+of every layer that has one: windows are narrowed to a few rows on both sides.
 """
 
 from __future__ import annotations
@@ -9,83 +11,155 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import make_prompt_cache
-from msgspec import structs
+import numpy.typing as npt
+from attrs import evolve
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
-from statemachine.events import Namespace
-from statemachine.geometry import Geometry
+from statemachine.events import NO_BLOCK, Namespace
+from statemachine.geometry import WINDOW, Geometry, Group
 from statemachine.sequence import Sequence
 
 from .batch import Batch, Piece
-from .context import StepContext
 from .errors import ModelError
 from .forward import Forward
+from .layout import Layout
 from .metadata import build
-from .pages import LayerShape, Pages
+from .pages import Pages
+from .split import cut
 
-PROMPT_ROWS = 6
-DECODE_ROWS = 2
+Rows = npt.NDArray[np.float32]
+
+STEPS = ((5, 2), (3, 3), (3, 1), (1, 1), (1, 1))
+"""Rows of each sequence in each step."""
+LENGTHS = tuple(sum(rows) for rows in zip(*STEPS, strict=True))
+WINDOW_MAX = 5
 TOLERANCE = 1e-3
-"""Of the largest logit, in float32; wider types are given their own precision on top."""
+"""Of the largest logit, in float32; narrower types are given their own precision on top, and
+only the middle row must agree there: rounding alone may choose another expert.
+"""
 BLOCK_SIZE = 4
 """Small, so that a few rows cross blocks."""
 
 
-def probe(
-    model: Any, forward: Forward, geometry: Geometry, shapes: tuple[LayerShape, ...]
-) -> float:
-    """Largest difference of logits, relative to the largest logit. Raises ModelError above
-    TOLERANCE: this architecture is not served right over pages.
+class References:
+    """What a model makes of the probe's tokens over mlx-lm's own caches; made when asked for."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._rows: list[Rows] = []
+        self._split: bool | None = None
+
+    def tokens(self, vocab: int) -> list[list[int]]:
+        """Of each sequence, unlike each other."""
+        return [
+            [(7 * place + 3 + 31 * seq) % min(vocab, 1000) for place in range(rows)]
+            for seq, rows in enumerate(LENGTHS)
+        ]
+
+    def rows(self, vocab: int) -> list[Rows]:
+        """Logits of each sequence's tokens: [rows, vocab]."""
+        if not self._rows:
+            for tokens in self.tokens(vocab):
+                logits = self._model(mx.array([tokens]), cache=narrowed(self._model))[0]
+                self._rows.append(np.array(logits.astype(mx.float32)))
+        return self._rows
+
+    def split(self) -> bool:
+        """Whether logits can be made for few rows."""
+        if self._split is None:
+            model = self._model
+            self._split = cut(model, lambda: make_prompt_cache(model))[0] is not model
+        return self._split
+
+
+def narrowed(model: Any) -> list[Any]:
+    """mlx-lm's own caches, no window of theirs or of a mask wider than WINDOW_MAX."""
+    caches: list[Any] = make_prompt_cache(model)
+    for held in caches:
+        for cache in getattr(held, "caches", (held,)):
+            if type(cache) is RotatingKVCache:
+                cache.max_size = min(cache.max_size, WINDOW_MAX + cache.keep)
+            if isinstance(cache, KVCache | RotatingKVCache):
+                vars(cache)["make_mask"] = _narrow(cache.make_mask)
+    return caches
+
+
+def _narrow(make_mask: Any) -> Any:
+    def narrow(rows: int, return_array: bool = False, window_size: int | None = None) -> Any:
+        if window_size is not None:
+            window_size = min(window_size, WINDOW_MAX)
+        return make_mask(rows, return_array=return_array, window_size=window_size)
+
+    return narrow
+
+
+def probe(model: Any, layout: Layout, references: References | None = None) -> Layout:
+    """The layout, with what was found of `split`. Raises ModelError where logits over pages are
+    others than mlx-lm's own: this architecture is not served right in this way.
     """
-    total = PROMPT_ROWS + DECODE_ROWS
-    tokens = [(7 * place + 3) % min(model.args.vocab_size, 1000) for place in range(total)]
-    wanted = _dense(model, tokens)
-    got = _paged(forward, _small(geometry, total), shapes, tokens)
-    worst = float(np.abs(got - wanted).max() / max(1.0, float(np.abs(wanted).max())))
-    tolerance = TOLERANCE + 16 * float(mx.finfo(shapes[0].dtype).eps)
+    references = references or References(model)
+    wanted = references.rows(layout.vocab_size)
+    layout = evolve(layout, split=references.split())
+    got = paged_rows(model, layout, references.tokens(layout.vocab_size))
+    worst, tolerance = difference(got, wanted, layout)
     if not worst <= tolerance:
         raise ModelError(
-            f"{model.model_type} over pages differs from mlx-lm's own caches by {worst:.2g} of the "
-            f"largest logit (at most {tolerance:.2g} is rounding): it cannot be served; please "
-            "report the model"
+            f"over pages it differs from mlx-lm's own caches by {worst:.2g} of the largest logit "
+            f"(at most {tolerance:.2g} is rounding)"
         )
-    return worst
+    return layout
 
 
-def _small(geometry: Geometry, rows: int) -> Geometry:
-    """The same groups in blocks of BLOCK_SIZE, twice as many as `rows` need."""
-    blocks = 2 * -(-rows // BLOCK_SIZE)
-    groups = tuple(structs.replace(group, num_blocks=blocks) for group in geometry.groups)
-    return structs.replace(geometry, block_size=BLOCK_SIZE, groups=groups)
+def difference(got: list[Rows], wanted: list[Rows], layout: Layout) -> tuple[float, float]:
+    """How far rows are apart, relative to the largest logit, and how far they may be."""
+    scale = max(1.0, *(float(np.abs(rows).max()) for rows in wanted))
+    apart = np.concatenate([np.abs(a - b).max(axis=-1) for a, b in zip(got, wanted, strict=True)])
+    narrow = any(shape.dtype != mx.float32 for shape in layout.shapes)
+    worst = float(np.median(apart) if narrow else apart.max()) / scale
+    eps = max(float(mx.finfo(shape.dtype).eps) for shape in layout.shapes) if narrow else 0.0
+    return worst, TOLERANCE + 16 * eps
 
 
-def _dense(model: Any, tokens: list[int]) -> np.ndarray[Any, Any]:
-    """Logits after the prompt and after each further token: [1 + DECODE_ROWS, vocab]."""
-    caches = make_prompt_cache(model)
-    rows = [model(mx.array([tokens[:PROMPT_ROWS]]), cache=caches)[0, -1]]
-    for token in tokens[PROMPT_ROWS:]:
-        rows.append(model(mx.array([[token]]), cache=caches)[0, -1])
-    return np.array(mx.stack(rows).astype(mx.float32))
-
-
-def _paged(
-    forward: Forward, geometry: Geometry, shapes: tuple[LayerShape, ...], tokens: list[int]
-) -> np.ndarray[Any, Any]:
-    pages = Pages(geometry, shapes)
-    groups = geometry.groups
-    tables = tuple(tuple(range(group.num_blocks))[::-2] for group in groups)
-    rows = []
-    done = 0
-    for end in range(PROMPT_ROWS, len(tokens) + 1):
-        sequence = Sequence(
-            0, Namespace(), 0, committed=end, tables=tables, starts=(0,) * len(groups)
-        )
-        piece = Piece(sequence, tuple(tokens[done:end]), samples=1)
+def paged_rows(model: Any, layout: Layout, tokens: list[list[int]]) -> list[Rows]:
+    """Logits of each sequence's tokens over small pages: [rows, vocab]."""
+    geometry = small(layout.groups(1), max(LENGTHS), len(tokens))
+    forward = Forward(model, layout, window_max=WINDOW_MAX)
+    pages = Pages(geometry, layout.shapes)
+    parts: list[list[Rows]] = [[] for _ in tokens]
+    done = [0] * len(tokens)
+    for number, counts in enumerate(STEPS):
+        pieces = []
+        for seq, rows in enumerate(counts):
+            end = done[seq] + rows
+            fed = tuple(tokens[seq][done[seq] : end])
+            pieces.append(Piece(_sequence(geometry, seq, done[seq], end), fed, samples=rows))
+            done[seq] = end
         step = pages.begin()
-        logits, _, _ = forward.run(StepContext(build(Batch(end, (piece,)), geometry)), step)
+        context = forward.context(build(Batch(number, tuple(pieces)), geometry))
+        logits, _, _ = forward.run(context, step)
         pages.commit(step)
-        assert logits is not None
-        rows.append(logits[0])
-        mx.eval(rows)
-        done = end
-    return np.array(mx.stack(rows))
+        ends = np.cumsum(counts)[:-1].tolist()
+        for part, rows_of in zip(parts, np.split(np.array(logits), ends), strict=True):
+            part.append(rows_of)
+    return [np.concatenate(part) for part in parts]
+
+
+def small(groups: tuple[Group, ...], rows: int, sequences: int) -> Geometry:
+    """The same groups with narrow windows, in blocks of BLOCK_SIZE for so many sequences."""
+    blocks = sequences * -(-rows // BLOCK_SIZE)
+    kept = tuple(
+        Group(group.kind, blocks, min(group.window, WINDOW_MAX), group.sink) for group in groups
+    )
+    return Geometry(block_size=BLOCK_SIZE, groups=kept)
+
+
+def _sequence(geometry: Geometry, seq: int, start: int, end: int) -> Sequence:
+    """A sequence whose rows [start, end) are fed, as front trims would have left it."""
+    tables, starts = [], []
+    for group in geometry.groups:
+        first = max(0, start - group.window + 1) if group.kind == WINDOW else 0
+        table = list(range(group.num_blocks))[::-1][seq::2]
+        gone = range(geometry.blocks_for(group.sink), first // BLOCK_SIZE)
+        tables.append(tuple(NO_BLOCK if at in gone else block for at, block in enumerate(table)))
+        starts.append(first)
+    return Sequence(seq, Namespace(), 0, committed=end, tables=tuple(tables), starts=tuple(starts))

@@ -105,21 +105,24 @@ def _kernel_of(
     settings: Settings, loaded: LoadedModel, tell: Progress
 ) -> tuple[Geometry, Callable[[], Kernel]]:
     """What serves a model: its geometry, and what makes its kernel once the settings suit it."""
-    from kernel.families import family_of, groups_for, layer_shapes, owned_groups
+    from kernel.families import family_of, owned_groups
     from kernel.grammar import Grammars
     from kernel.model_kernel import ModelKernel
     from kernel.model_owned import ModelOwnedKernel
 
     family = family_of(loaded.model)
+    layout = family.layout
     size, identity = settings.block_size, loaded.digests["weights"]
-    if family.paged:
-        blocks = pool_blocks(settings, layer_shapes(loaded.model))
-        pool = Geometry(size, groups_for(loaded.model, blocks), identity)
+    if layout is not None:
+        blocks = pool_blocks(settings, layout.shapes)
+        pool = Geometry(size, layout.groups(blocks), identity)
 
         def over_pages() -> Kernel:
             tell(f"making a pool of {blocks} blocks of {size} tokens")
             masks = Grammars(loaded.tokenizer)
-            return ModelKernel(loaded.model, pool, sanitize=settings.sanitize, masks=masks)
+            return ModelKernel(
+                loaded.model, pool, sanitize=settings.sanitize, masks=masks, layout=layout
+            )
 
         return pool, over_pages
     if settings.num_blocks is not None or settings.kv_memory is not None:

@@ -13,9 +13,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from msgspec import structs
 
 from kernel.batch import Batch, Piece
-from kernel.context import StepContext
-from kernel.families import groups_for, layer_shapes
 from kernel.forward import Forward
+from kernel.layout import Layout, look
 from kernel.metadata import build
 from kernel.pages import Pages
 from statemachine.content import extend
@@ -123,12 +122,15 @@ class Book:
 class Runner:
     """Forwards over pages, logits out: no sampling, no shadow."""
 
-    def __init__(self, model: Any, num_blocks: int = 64, block_size: int = 4) -> None:
-        groups = groups_for(model, num_blocks)
+    def __init__(
+        self, model: Any, num_blocks: int = 64, block_size: int = 4, layout: Layout | None = None
+    ) -> None:
+        layout = layout or look(model)
+        groups = layout.groups(num_blocks)
         self.geometry = Geometry(block_size=block_size, groups=groups, identity="test")
         self.book = Book(self.geometry)
-        self.pages = Pages(self.geometry, layer_shapes(model))
-        self.forward = Forward(model, self.geometry)
+        self.pages = Pages(self.geometry, layout.shapes)
+        self.forward = Forward(model, layout)
         self._step = 0
 
     def run(self, *pieces: Piece) -> np.ndarray:
@@ -136,7 +138,7 @@ class Runner:
         self._step += 1
         metadata = build(Batch(self._step, pieces), self.geometry)
         pages = self.pages.begin()
-        logits, anchor, self.seen = self.forward.run(StepContext(metadata), pages)
+        logits, anchor, self.seen = self.forward.run(self.forward.context(metadata), pages)
         self.pages.commit(pages)
         mx.eval(anchor if logits is None else logits)
         return np.empty((0,)) if logits is None else np.array(logits)

@@ -13,10 +13,11 @@ from kernel import attention, fastmath
 from kernel.batch import Batch
 from kernel.context import StepContext
 from kernel.errors import ModelError
-from kernel.families import groups_for
+from kernel.families import family_of
+from kernel.layout import look
 from kernel.metadata import build
-from kernel.model_kernel import ModelKernel
 from kernel.pages import LayerShape, Pages
+from kernel.probe import probe
 from kernel.tiny import tiny_llama
 from kernel.weights import load_model
 from statemachine.geometry import Geometry, Group
@@ -187,17 +188,20 @@ def test_a_block_of_another_sequence_in_a_table_is_seen_in_the_logits() -> None:
 
 def test_the_probe_refuses_a_model_that_differs_over_pages(monkeypatch: Any) -> None:
     model = tiny_llama(1)
-    geometry = Geometry(block_size=4, groups=groups_for(model, 8))
     right = attention.attend
 
     def backwards(*args: Any) -> mx.array:
         return -right(*args)
 
     monkeypatch.setattr(attention, "attend", backwards)
-    with pytest.raises(ModelError, match="differs from mlx-lm's own caches"):
-        ModelKernel(model, geometry)
+    with pytest.raises(ModelError, match="differs from mlx-lm's own caches by"):
+        probe(model, look(model))
+    found = family_of(model)
+    # Its own attention over what pages hold is another way, and not touched by this.
+    assert found.way == "gathered"
+    assert "not packed: over pages it differs from mlx-lm's own caches by" in found.reason
     monkeypatch.undo()
-    ModelKernel(model, geometry)
+    assert family_of(model).reason == "served packed over pages"
 
 
 @pytest.mark.model

@@ -21,18 +21,11 @@ from kernel.batch import Batch, BuildFailed
 from kernel.caches import HandleMisused, PagedCache
 from kernel.context import StepContext
 from kernel.errors import ModelError
-from kernel.families import (
-    body_and_head,
-    capabilities_of,
-    check_family,
-    family_of,
-    groups_for,
-    layer_groups,
-    owned_groups,
-)
+from kernel.families import capabilities_of, family_of, groups_for, layer_shapes, owned_groups
 from kernel.metadata import build
 from kernel.model_kernel import ModelKernel
 from kernel.pages import LayerShape, Pages
+from kernel.split import body_and_head
 from kernel.tiny import tiny_llama
 from statemachine.geometry import Geometry, Group
 
@@ -108,23 +101,11 @@ def test_prompt_caches_are_of_the_kinds_that_groups_are_read_from() -> None:
         RotatingKVCache,
         KVCache,
     ]
-    assert layer_groups(model) == (0, 1, 1, 0)
+    assert [shape.group for shape in layer_shapes(model)] == [0, 1, 1, 0]
     assert groups_for(model, 9) == (Group("full", 9), Group("window", 9, 8, 0))
     capabilities = capabilities_of(groups_for(model, 9))
     assert "windows of 8 rows" in capabilities.rewind.reason
     assert capabilities.as_flags() == {"batch": True, "pad": True, "rewind": True, "share": True}
-
-
-def test_another_architecture_is_not_served_over_pages_and_the_reason_says_so() -> None:
-    model = tiny_llama()
-    assert family_of(model).paged
-    model.model_type = "mamba2"
-    with pytest.raises(ModelError, match="architecture 'mamba2' is not served over pages"):
-        check_family(model)
-    assert not family_of(model).paged
-    assert "'mamba2' is not served over pages, only over caches of its own" in (
-        family_of(model).reason
-    )
 
 
 def test_caches_of_unknown_kinds_are_not_put_into_pages() -> None:
@@ -132,7 +113,7 @@ def test_caches_of_unknown_kinds_are_not_put_into_pages() -> None:
     model.make_cache = lambda: [object()]
     with pytest.raises(ModelError, match="layer 0 keeps a object, which pages cannot hold yet"):
         groups_for(model, 4)
-    assert not family_of(model).paged
+    assert family_of(model).way == "opaque"
     assert "layer 0 keeps a object" in family_of(model).reason
 
 
@@ -150,7 +131,6 @@ def test_logits_are_made_for_the_sampled_rows_only(tied: bool) -> None:
     body, head = body_and_head(model)
     tokens = mx.array([[1, 2, 3]])
     np.testing.assert_array_equal(np.array(head(body(tokens))), np.array(model(tokens)))
-    assert body is model.model
 
 
 def test_a_model_that_is_cut_in_another_way_makes_all_logits() -> None:
@@ -177,7 +157,7 @@ def rows(heads: int = 2) -> mx.array:
 
 MISUSES: dict[str, Any] = {
     "shape": lambda keys, values: keys.shape,
-    "dtype": lambda keys, values: hasattr(values, "dtype"),
+    "cast": lambda keys, values: values.astype(mx.bfloat16),
     "left product": lambda keys, values: keys @ rows(),
     "sum": lambda keys, values: values + 1,
     "index": lambda keys, values: keys[0],
@@ -187,6 +167,12 @@ MISUSES: dict[str, Any] = {
     "array": lambda keys, values: np.asarray(keys),
     "compare": lambda keys, values: keys == values,
 }
+
+
+def test_a_handle_may_be_cast_to_what_attention_computes_in(cache: PagedCache) -> None:
+    keys, values = cache.update_and_fetch(rows().astype(mx.bfloat16), rows())
+    assert (keys.dtype, values.dtype) == (mx.bfloat16, mx.float32)
+    assert keys.astype(mx.float32) is keys
 
 
 @pytest.mark.parametrize("kind", MISUSES)
@@ -213,12 +199,18 @@ def test_the_dispatch_goes_by_the_handle_and_not_by_the_cache(cache: PagedCache)
     np.testing.assert_array_equal(np.array(plain), np.array(wanted))
 
 
-def test_masks_and_sinks_are_refused_not_dropped(cache: PagedCache) -> None:
+def test_masks_of_a_models_own_are_refused_not_dropped(cache: PagedCache) -> None:
     keys, values = cache.update_and_fetch(rows(), rows())
-    with pytest.raises(HandleMisused, match="brings a mask of its own"):
-        attention.dispatch(rows(4), keys, values, cache, 1.0, "causal")
-    with pytest.raises(HandleMisused, match="has attention sinks"):
-        attention.dispatch(rows(4), keys, values, cache, 1.0, None, mx.zeros(4))
+    for mask in ("causal", mx.ones((1, 1), mx.bool_)):
+        with pytest.raises(HandleMisused, match="brings a mask of its own"):
+            attention.dispatch(rows(4), keys, values, cache, 1.0, mask)
+
+
+def test_sinks_take_their_share_of_the_weights(cache: PagedCache) -> None:
+    keys, values = cache.update_and_fetch(rows(), rows())
+    # Scores are 8, the sink's too: of the second row, two keys and a sink share the weight.
+    out = attention.dispatch(rows(4), keys, values, cache, 1.0, None, mx.full((4,), 8.0))
+    np.testing.assert_allclose(np.array(out[:, :, 0, 0]), [[1 / 2] * 4, [2 / 3] * 4], rtol=1e-6)
 
 
 def test_values_of_another_update_are_refused(cache: PagedCache) -> None:
@@ -230,9 +222,19 @@ def test_values_of_another_update_are_refused(cache: PagedCache) -> None:
 
 def test_masks_that_pages_would_not_honour_are_refused(cache: PagedCache) -> None:
     assert cache.make_mask(1) is None
-    for call in ({"rows": 2}, {"rows": 1, "return_array": True}, {"rows": 1, "window_size": 4}):
-        with pytest.raises(HandleMisused):
-            cache.make_mask(**call)  # type: ignore[arg-type]
+    with pytest.raises(HandleMisused, match="a mask of 2 rows"):
+        cache.make_mask(2)
+
+
+def test_a_mask_that_names_another_window_than_the_pages_hold_is_refused(cache: PagedCache) -> None:
+    keys, values = cache.update_and_fetch(rows(), rows())
+    mask = cache.make_mask(1, return_array=True, window_size=4)
+    with pytest.raises(HandleMisused, match="a window of 4 rows, but its pages hold all"):
+        attention.dispatch(rows(4), keys, values, cache, 1.0, mask)
+    with pytest.raises(HandleMisused, match="reads `__add__` of the mask of layer 0"):
+        mask + 1  # type: ignore[operator]
+    windowed = PagedCache(0, 0, 4)
+    assert windowed.make_mask(1, window_size=4) is None
 
 
 def test_rows_of_another_number_than_the_steps_are_refused(cache: PagedCache) -> None:

@@ -18,9 +18,7 @@ from mlx.utils import tree_map  # noqa: E402
 from mlx_lm.models import llama  # noqa: E402
 from mlx_lm.models.cache import BatchKVCache  # noqa: E402
 
-from kernel import attention  # noqa: E402
 from kernel.model_kernel import ModelKernel  # noqa: E402
-from kernel.probe import probe  # noqa: E402
 from kernel.tiny import tiny_llama  # noqa: E402
 from server.engine import Engine  # noqa: E402
 from server.loop import Parts  # noqa: E402
@@ -54,14 +52,14 @@ STEPS = 30
 
 def check() -> None:
     """Tiny models of both kinds of head, on this device."""
-    from kernel.families import groups_for, layer_shapes
-    from kernel.forward import Forward
+    from kernel.layout import look
+    from kernel.probe import References, difference, paged_rows
 
-    attention.install()
     for tied in (True, False):
         model = tiny_llama(3, tied=tied)
-        geometry = Geometry(block_size=4, groups=groups_for(model, 16))
-        worst = probe(model, Forward(model, geometry), geometry, layer_shapes(model))
+        layout, references = look(model), References(model)
+        tokens, wanted = references.tokens(layout.vocab_size), references.rows(layout.vocab_size)
+        worst, _ = difference(paged_rows(model, layout, tokens), wanted, layout)
         print(
             f"tiny llama, {'tied' if tied else 'untied'}: off by {worst:.1e} of the largest logit"
         )

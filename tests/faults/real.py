@@ -26,6 +26,7 @@ from statemachine.records import FORMAT, Header
 from .loads import SMOLLM2, TINY, Load
 
 if TYPE_CHECKING:
+    from kernel.families import Family
     from kernel.weights import LoadedModel
 
 BUNDLED = "smollm2-135m"
@@ -63,16 +64,24 @@ def model(kernel: str) -> LoadedModel:
     return load_model(path_of(kernel))
 
 
+@functools.cache
+def family(kernel: str) -> Family:
+    """How the model of a load is served."""
+    from kernel.families import family_of
+
+    return family_of(model(kernel).model)
+
+
 def geometry(load: Load) -> Geometry:
     """The pool of a load, with the model's identity and groups."""
-    from kernel.families import family_of, groups_for, owned_groups
+    from kernel.families import owned_groups
 
     held = model(load.kernel)
     blocks = load.geometry.groups[0].num_blocks
-    paged = family_of(held.model).paged
+    layout = family(load.kernel).layout
     return structs.replace(
         load.geometry,
-        groups=groups_for(held.model, blocks) if paged else owned_groups(),
+        groups=owned_groups() if layout is None else layout.groups(blocks),
         identity=held.digests["weights"],
     )
 
@@ -112,7 +121,8 @@ def parts(load: Load) -> Callable[[CaptureWriter], Parts]:
         # Loads are many, and the model was probed where its kernel is tested.
         kernel: Kernel
         if pool.groups[0].paged:
-            kernel = ModelKernel(held.model, pool, sanitize=load.sanitize, check=False)
+            layout = family(load.kernel).layout
+            kernel = ModelKernel(held.model, pool, sanitize=load.sanitize, layout=layout)
         else:
             kernel = ModelOwnedKernel(held.model, pool, check=False)
         head = header(load, pool)

@@ -1,0 +1,190 @@
+"""Gathered: a model over pages with its own attention, fed K and V as one array a call.
+
+Owns cache objects that write rows to the pages and gather what a call's sequences may read, and the
+calls that a step takes: pieces of as many rows and like lengths together, [B, n], others one by
+one. Keeps no length and patches nothing: masks are arrays made of the step's metadata.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from .caches import HandleMisused
+from .context import StepContext
+from .layout import Layout, as_taken, leaves
+from .metadata import CacheUse, StepMetadata
+from .pages import PageStep
+from .split import Body
+
+
+class GatheredCache:
+    """The cache of one layer. `bind` it to one call of a step, `release` it after the last.
+
+    window_max: no window that a mask names is wider; only a probe narrows them.
+    """
+
+    def __init__(self, layer: int | None, group: int, mask_dims: int, window_max: int) -> None:
+        self.layer = layer
+        self._group = group
+        self._mask_dims = mask_dims
+        self._window_max = window_max
+        self._context: StepContext | None = None
+        self._pages: PageStep | None = None
+        self._bucket = 0
+        self._fetched: tuple[mx.array, mx.array] | None = None
+        # Models order what is computed by assigning these; here that is ordered already.
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
+        self._offset_reads = self._updates = self._rows_updated = 0
+
+    def bind(self, context: StepContext, pages: PageStep, bucket: int) -> None:
+        """Start a call: count from nothing."""
+        self._context, self._pages, self._bucket = context, pages, bucket
+        self._fetched = self.keys = self.values = None
+        self._offset_reads = self._updates = self._rows_updated = 0
+
+    def release(self) -> None:
+        """End a step, failed or not: hold no page array any more."""
+        self._context = self._pages = self._fetched = self.keys = self.values = None
+
+    @property
+    def fetched(self) -> tuple[mx.array, ...]:
+        """What the last update returned; empty where there was none."""
+        return self._fetched or ()
+
+    def used(self, metadata: StepMetadata) -> CacheUse:
+        """What was counted since `bind`. What was fetched is attended to by the model itself."""
+        return CacheUse(
+            offset_reads=self._offset_reads,
+            updates=self._updates,
+            rows_updated=self._rows_updated,
+            attends=self._updates,
+            strangers=int(self._use().metadata is not metadata),
+        )
+
+    @property
+    def offset(self) -> int | mx.array:
+        """Position of each sequence's first row: [B] int32, a number where there is one."""
+        self._offset_reads += 1
+        context = self._use()
+        first = context.metadata.positions[context.buckets[self._bucket].rows[:, 0]]
+        return int(first[0]) if len(first) == 1 else mx.array(first)
+
+    def make_mask(
+        self, rows: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array | None:
+        """True where a row sees a key: [n, S], or [B, 1, n, S] and more dimensions of one; None
+        where all is seen.
+        """
+        context = self._use()
+        bucket = context.buckets[self._bucket]
+        if rows != bucket.rows.shape[1]:
+            raise HandleMisused(
+                f"layer {self.layer} asks for a mask of {rows} rows in a call of "
+                f"{bucket.rows.shape[1]}"
+            )
+        asked = None if window_size is None else min(window_size, self._window_max)
+        mask = bucket.views[self._group].mask(asked)
+        if mask.all():
+            return None
+        if len(mask) == 1:
+            return mx.array(mask[0])
+        return mx.array(mask.reshape(len(mask), *[1] * (self._mask_dims - 3), *mask.shape[1:]))
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Write rows [B, heads, n, dim]; returns all that the call may see: [B, heads, S, dim]."""
+        context, pages, layer = self._use(), self._pages, self.layer
+        assert pages is not None
+        if layer is None:
+            raise HandleMisused("a cache is written that was not when the model was looked at")
+        count, rows = context.buckets[self._bucket].rows.shape
+        if keys.ndim != 4 or (keys.shape[0], keys.shape[2]) != (count, rows):
+            raise HandleMisused(
+                f"layer {layer} updates with keys {keys.shape}, not [{count}, heads, {rows}, dim]"
+            )
+        self._updates += 1
+        self._rows_updated += count * rows
+        mine = context.query_rows(self._bucket)
+        blocks, inside = context.write_index(self._group)
+        flat = (
+            it.swapaxes(1, 2).reshape(count * rows, it.shape[1], it.shape[3])
+            for it in (keys, values)
+        )
+        pages.write(layer, (blocks[mine], inside[mine]), *flat)
+        index = context.read_index(self._bucket, self._group, keys.shape[1])
+        held = (pages.keys[layer], pages.values[layer])
+        self.keys, self.values = (_lines(array)[index] for array in held)
+        self._fetched = (self.keys, self.values)
+        return self._fetched
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """What the last update returned: models share it between layers."""
+        if self._fetched is None:
+            raise HandleMisused(f"layer {self.layer} is read before it is written")
+        return self._fetched
+
+    def _use(self) -> StepContext:
+        if self._context is None:
+            raise HandleMisused(f"the cache of layer {self.layer} is used outside of a forward")
+        return self._context
+
+
+class GatheredCalls:
+    """The calls of a model that a step takes."""
+
+    def __init__(self, layout: Layout, window_max: int) -> None:
+        self._layout = layout
+        self._caches = [
+            GatheredCache(
+                slot.layer,
+                0 if slot.layer is None else layout.shapes[slot.layer].group,
+                layout.way.mask_dims,
+                window_max,
+            )
+            for slot in leaves(layout.slots)
+        ]
+
+    def run(
+        self, body: Body, context: StepContext, pages: PageStep
+    ) -> tuple[mx.array, list[CacheUse]]:
+        """What leaves the body, [T, 1, D], and what each layer's cache counted."""
+        outs: list[mx.array] = []
+        uses: dict[int, list[CacheUse]] = {}
+        try:
+            for number in range(len(context.buckets)):
+                for cache in self._caches:
+                    cache.bind(context, pages, number)
+                rows = context.buckets[number].rows
+                tokens = context.tokens[context.query_rows(number)].reshape(rows.shape)
+                out = body(tokens, cache=as_taken(self._layout.slots, self._caches))
+                # A model need not use all that it writes, and what nothing uses piles up unwritten.
+                fetched = [array for cache in self._caches for array in cache.fetched]
+                (out,) = mx.depends([out.reshape(rows.size, 1, *out.shape[2:])], fetched)
+                outs.append(out)
+                for cache in self._caches:
+                    if cache.layer is not None:
+                        uses.setdefault(cache.layer, []).append(cache.used(context.metadata))
+        finally:
+            for cache in self._caches:
+                cache.release()
+        hidden = mx.concatenate(outs)
+        if context.order is not None:
+            hidden = hidden[context.order]
+        return hidden, [_over_calls(uses[layer]) for layer in sorted(uses)]
+
+
+def _lines(pages: mx.array) -> mx.array:
+    """Pages as rows of one head each: [slots * heads, dim]."""
+    blocks, size, heads, dim = pages.shape
+    return pages.reshape(blocks * size * heads, dim)
+
+
+def _over_calls(uses: list[CacheUse]) -> CacheUse:
+    """A step's counts of a layer: rows of all calls, all else of the call that had most."""
+    return CacheUse(
+        offset_reads=max(use.offset_reads for use in uses),
+        updates=max(use.updates for use in uses),
+        rows_updated=sum(use.rows_updated for use in uses),
+        attends=max(use.attends for use in uses),
+        strangers=sum(use.strangers for use in uses),
+    )
