@@ -8,19 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 import structlog
 from msgspec import structs
 
 from kernel.batch import Batch, StepResult
 from kernel.fake import FakeClock, FakeKernel
-from replay.run import FOLD, PLAN
+from replay.run import FOLD, PLAN, Options
 from server.app import create_app
 from server.engine import Engine
 from server.live_guard import MODES, LiveGuard, Wrong
 from server.loop import Parts
 from server.policy import Policy
-from server.settings import Settings
+from server.settings import Settings, SettingsError, load_settings
 from server.submission import EngineStopped, Submission
 from server.view import StepPlan
 from statemachine import invariants
@@ -394,3 +395,37 @@ def test_after_stop_every_route_that_asks_the_engine_says_503() -> None:
 def test_an_unknown_mode_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match="one of warn, abort-request, stop, not 'panic'"):
         LiveGuard(SMALL, mode="panic")
+
+
+def test_the_setting_is_one_of_three() -> None:
+    known = "on_divergence must be warn, abort-request or stop, not panic"
+    with pytest.raises(SettingsError, match=known):
+        load_settings({"on_divergence": "panic"}, {})
+    assert Settings().on_divergence == "warn"
+
+
+def test_a_real_model_with_a_known_bug_answers_with_an_error_and_not_with_what_it_made_up(
+    tmp_path: Path,
+) -> None:
+    # Not above: these load MLX, which must come after its BLAS.
+    from .real_server import serving, tiny_folder
+
+    fault, witness = BY_NAME["S1"], Witness()
+    folder, tape = tiny_folder(tmp_path / "tiny"), tmp_path / "capture.log"
+    chosen = {"prefill_tile": 32, "num_blocks": 64, "capture": str(tape)}
+    with (
+        serving(folder, on_divergence="abort-request", **chosen) as served,
+        fault.active(witness),
+    ):
+        witness.step = 1
+        with pytest.raises(openai.InternalServerError, match="was found wrong at step 2"):
+            served.ask("a question of some words", max_tokens=8)
+        witness.step = 0
+        status = served.until(lambda now: now["held"] == 0)
+        metrics = httpx.get(served.server.url + "/metrics").text
+    # The step in which it was found, and the one that was in flight behind it; both classes each.
+    assert (status["divergences"], status["cached"]) == (4, 0)
+    name = f'model_name="{folder}"'
+    assert f'mlxtape_divergences_total{{class="observation",{name}}} 2.0' in metrics
+    assert f'mlxtape_request_success_total{{finished_reason="error",{name}}} 1.0' in metrics
+    assert runner.run_replay(str(tape), Options(FOLD)).divergence is not None
