@@ -6,7 +6,9 @@ How data flows through a step:
       -> buckets.group_rows -> context.StepContext (the same as MLX arrays)
       -> forward.Forward: the mlx-lm model, whose layers meet caches.PagedCache (writes into
          pages.Pages, returns handles) and attention.dispatch (reads the pages through the tables)
-      -> sampling.sample -> tokens and fingerprints, the only arrays that are evaluated
+      -> adjusting.adjusted (penalties, bias, grammar.Grammars' masks; only for rows that ask)
+      -> sampling.sample -> tokens and fingerprints; telling.tell -> log-probabilities, scores,
+         embeddings, for who asks: the only arrays that are evaluated
     beside it: shadow.Shadow compares tags; metadata.observe reports what was used
     batch.StepResult <- model_kernel.ModelKernel.collect
 

@@ -268,6 +268,7 @@ def test_any_number_of_failing_grammars_in_a_row_leaves_the_engine_serving(
     made = run(asking, policy)
     assert [inbox.reason for inbox in made.inboxes] == ["error"] * len(failing) + ["stop"]
     assert made.status["failed_steps"] == len(failing)
+    assert made.healthy
 
 
 def test_an_engine_without_grammars_refuses_them_and_so_does_one_without_an_end() -> None:

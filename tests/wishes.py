@@ -68,6 +68,7 @@ class Run:
     records: list[Record]
     used: Any
     status: dict[str, int]
+    healthy: bool
 
     @property
     def forks(self) -> int:
@@ -120,9 +121,9 @@ def run(
             pass
     while engine.step():
         pass
-    status = engine.status()
+    status, healthy = engine.status(), engine.healthy
     engine.stop()
-    return Run(inboxes, capture.records, used, status)
+    return Run(inboxes, capture.records, used, status, healthy)
 
 
 def assert_clean(made: Run, folder: Path, patch: pytest.MonkeyPatch, *, deep: bool = True) -> None:
