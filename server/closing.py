@@ -137,23 +137,11 @@ def close_step(view: View, plan: StepPlan, found: tuple[Outcome, ...]) -> tuple[
         if edge or piece.purpose in (PROMPT, DRAFT) or piece.seq in reasons:
             closing.append(piece)
     if closing:
-        state = apply_all(written, _of(resolving, {piece.seq for piece in closing}))
-        events += _closings(state, plan, closing, reasons)
+        # Rows that CommittedEach names are those of the step in flight: they are not written yet,
+        # so nothing that is asked of the closing pieces depends on them.
+        resolved = [event for event in resolving if not isinstance(event, CommittedEach)]
+        events += _closings(apply_all(written, resolved), plan, closing, reasons)
     return tuple(events)
-
-
-def _of(resolving: list[Event], seqs: set[int]) -> list[Event]:
-    """Less of the columns that what is asked of a few sequences costs less than all the rows."""
-    found: list[Event] = []
-    for event in resolving:
-        if not isinstance(event, CommittedEach):
-            found.append(event)
-            continue
-        pairs = [it for it in zip(event.seqs, event.tokens, strict=True) if it[0] in seqs]
-        if pairs:
-            few, tokens = zip(*pairs, strict=True)
-            found.append(CommittedEach(few, tokens))
-    return found
 
 
 def _closings(
