@@ -78,7 +78,9 @@ class Settings:
     scheduling: str = _setting("fcfs", "fcfs, or priority: the lowest `priority` first")
     sanitize: str = _setting("edges", "rows whose tags are compared each step: edges, full or off")
     on_divergence: str = _setting(
-        "warn", "a step whose cache is found wrong: warn, abort-request (it and its kin) or stop"
+        "warn",
+        "where a step's cache is found wrong: warn, abort-request (and all that share its rows) "
+        "or stop",
     )
     max_waiting: int = _setting(1024, "requests that wait at most; one more is refused with 429")
     max_body_bytes: Size = _setting(DEFAULT_BODY, "largest request body")  # noqa: RUF009
