@@ -97,6 +97,12 @@ class Observer:
             self._differs(
                 record, pieces, -1, "sampled tokens", len(sampled), len(record.tokens), ""
             )
+        scored = record.scored
+        if scored and not _are_pieces(scored, pieces.rows):
+            wanted = f"some of the pieces below {len(pieces.seqs)}, in order"
+            self._differs(record, pieces, -1, "scores of pieces", wanted, scored, "")
+        if len(scored) != len(record.scores):
+            self._differs(record, pieces, -1, "scores", len(scored), len(record.scores), "")
 
     def _compare_columns(self, record: StepDone, pieces: Pieces, due: Seen) -> None:
         seen, only = record.observation, self._only

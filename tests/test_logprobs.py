@@ -13,7 +13,7 @@ from msgspec import structs
 
 from kernel.batch import Logprob, Piece
 from kernel.telling import SCORE_ROWS, plan_telling, read, tell
-from replay.divergence import TOKEN
+from replay.divergence import OBSERVATION, TOKEN
 from replay.run import FORWARD, Options, replay
 from server.policy import Policy
 from server.submission import RequestRefused
@@ -277,6 +277,23 @@ def test_another_score_on_tape_diverges_at_its_step_and_sequence(
         assert found is not None
         assert (found.kind, found.step) == (TOKEN, done.step)
         assert "prompt token" in found.summary
+
+
+def test_scores_of_no_piece_of_the_step_are_an_observation(tmp_path: Path) -> None:
+    made = run([(PROMPTS[2], wanted(2, score_from=0))])
+    at, done = next(
+        (at, it) for at, it in enumerate(made.records) if isinstance(it, StepDone) and it.scored
+    )
+    for wrong in (
+        {"scored": (7, *done.scored[1:])},
+        {"scored": (*done.scored, *done.scored), "scores": (*done.scores, *done.scores)},
+        {"scores": done.scores[1:]},
+    ):
+        tampered = list(made.records)
+        tampered[at] = structs.replace(done, **wrong)
+        found = replay(write(tmp_path, tampered), Options()).divergence
+        assert found is not None
+        assert (found.kind, found.step) == (OBSERVATION, done.step)
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
