@@ -66,6 +66,8 @@ def configure_logs(level: str = "info", form: str = "text") -> None:
         cache_logger_on_first_use=False,
     )
     logging.getLogger().addHandler(BRIDGE)
+    # It warns of each write to a client that has gone, and the rest of an answer may be many.
+    logging.getLogger("asyncio").setLevel(logging.ERROR)
 
 
 def _json_lines() -> list[Processor]:

@@ -269,11 +269,26 @@ def _answer(operation: Operation, schemas: _Schemas) -> dict[str, Any]:
         return {operation.media: {"schema": {"type": "string"}}}
     content = {operation.media: {"schema": schemas.of(operation.gives)}}
     if operation.events is not None:
-        named = re.findall(r"\w+$", schemas.of(operation.events).get("$ref", ""))
-        kind = f"a `{named[0]}`" if named else "an object"
-        said = f"Server-sent events; the data of each is {kind}, or an error."
-        content[EVENTS] = {"schema": {"type": "string", "description": said}}
+        content[EVENTS] = {"schema": _event(schemas.of(operation.events))}
     return content
+
+
+def _event(data: dict[str, Any]) -> dict[str, Any]:
+    """One event of a stream: what tools that read streams hold each against."""
+    return {
+        "type": "object",
+        "description": "A server-sent event. In place of its data an error may come, as in a "
+        "refusal's body, and ends the stream; OpenAI's streams end with [DONE].",
+        "required": ["data"],
+        "properties": {
+            "event": {"type": "string"},
+            "data": {
+                "type": "string",
+                "contentMediaType": JSON,
+                "contentSchema": data,
+            },
+        },
+    }
 
 
 _HEADERS = {401: ("WWW-Authenticate", "Challenge"), 429: ("Retry-After", "RetryAfter")}

@@ -234,6 +234,13 @@ def test_what_libraries_log_is_a_line_like_ours(
         assert found == [shown, "it is odd\n", "hypercorn.error"]
 
 
+def test_asyncio_is_heard_of_its_errors_only(capsys: Captured) -> None:
+    configure_logs("debug", "json")
+    logging.getLogger("asyncio").warning("socket.send() raised exception.")
+    logging.getLogger("asyncio").error("a task failed")
+    assert json.loads(capsys.readouterr().err)["event"] == "a task failed"
+
+
 def test_text_that_would_end_a_line_or_colour_a_terminal_is_escaped(capsys: Captured) -> None:
     configure_logs()
     structlog.get_logger().info("odd", path="/a\r\nlevel=error\x1b[31m")

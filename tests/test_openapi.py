@@ -80,7 +80,8 @@ def test_the_served_document_says_whether_keys_are_asked_for(engine: FakeEngine)
 def test_a_body_that_is_streamed_has_both_content_types() -> None:
     content = document(None)["paths"]["/v1/chat/completions"]["post"]["responses"]["200"]["content"]
     assert list(content) == ["application/json", "text/event-stream"]
-    assert "`Chunk`" in content["text/event-stream"]["schema"]["description"]
+    data = content["text/event-stream"]["schema"]["properties"]["data"]
+    assert data["contentSchema"] == {"$ref": "#/components/schemas/Chunk"}
 
 
 # Whether what is served is as described
