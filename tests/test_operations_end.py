@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from replay.cli import main as replay_command
 from replay.reader import Tape
 from statemachine.records import TapeEnded
 
+from .real_server import serving as serving_here
 from .real_server import tiny_folder
 from .test_cli import command, outcome, serving
 
@@ -114,6 +116,24 @@ def test_a_real_server_that_is_told_to_stop_finishes_its_answer_and_its_tape(
     assert re.search(r" finish=(stop|length)\n", err)
     assert isinstance(list(Tape(str(tape)))[-1], TapeEnded)
     assert [replay_command([str(tape), "--depth", depth]) for depth in ("fold", "plan")] == [0, 0]
+
+
+@pytest.mark.slow
+def test_the_settings_bound_the_queue_of_a_real_server(tmp_path: Path) -> None:
+    with serving_here(tiny_folder(tmp_path / "tiny"), max_running=1, max_waiting=1) as served:
+        body = CHAT | {"ignore_eos": True}
+        url = f"{served.server.url}/v1/chat/completions"
+        with (
+            httpx.stream("POST", url, json=body, timeout=START_S) as running,
+            ThreadPoolExecutor() as pool,
+        ):
+            assert running.status_code == 200
+            waits = pool.submit(httpx.post, url, json=body | {"max_tokens": 1}, timeout=START_S)
+            served.until(lambda now: now["waiting"] == 1)
+            refused = httpx.post(url, json=body, timeout=START_S)
+            assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+            running.close()
+            assert waits.result(START_S).status_code == 200
 
 
 def test_keys_and_certificates_are_looked_at_before_a_model_is_loaded(tmp_path: Path) -> None:
