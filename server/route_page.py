@@ -25,6 +25,7 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
+EVENTS = "text/event-stream"
 EVENT_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -52,6 +53,8 @@ async def script(request: Request) -> Response:
 
 async def events(request: Request) -> Response:
     """GET /events: snapshots (pool_snapshot.Snapshot) as server-sent events, without an end."""
+    if request.method == "HEAD":
+        return Response(headers=EVENT_HEADERS, media_type=EVENTS)
     feed = cast(Feed, request.app.state.feed)
     feed.admit()
     return _Watched(feed)
@@ -62,8 +65,7 @@ class _Watched(StreamingResponse):
 
     def __init__(self, feed: Feed) -> None:
         self._feed = feed
-        self._events = feed.watch()
-        super().__init__(self._events, headers=EVENT_HEADERS, media_type="text/event-stream")
+        super().__init__(feed.watch(), headers=EVENT_HEADERS, media_type=EVENTS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

@@ -80,6 +80,7 @@ class Served:
         status = self.until(lambda now: now["held"] == 0)
         assert status["free"] + status["cached"] == status["num_blocks"]
         assert status["failed_steps"] == status["shadow_found"] == status["capture_failures"] == 0
+        assert status["divergences"] == 0
         return status
 
 

@@ -271,6 +271,8 @@ def test_a_watcher_that_leaves_is_let_go_and_one_that_stays_does_not_hold_up_a_s
             assert next(lines).startswith("data: {")
             assert app.state.feed.watchers == 1
         until_left(app)
+        head = httpx.head(server.url + "/events")
+        assert (head.status_code, app.state.feed.watchers) == (200, 0)
         with httpx.stream("GET", server.url + "/events") as answer:
             lines = answer.iter_lines()
             next(lines)
