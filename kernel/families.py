@@ -84,9 +84,10 @@ def family_of(model: Any) -> Family:
         try:
             layout = probe(model, look(model, way), references)
         except ModelError as error:
-            reasons[way.name] = str(error)
+            reasons.setdefault(way.name, str(error))
         except Exception as error:  # whatever a model does that is called in a way it cannot take
-            reasons[way.name] = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+            text = " ".join(str(error).split())
+            reasons.setdefault(way.name, f"{type(error).__name__}: {text}"[:300])
         else:
             return Family(layout, _because(f"{way.name} over pages", reasons))
     return Family(None, _because("over caches of its own", reasons))

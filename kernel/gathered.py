@@ -113,7 +113,7 @@ class GatheredCache:
         pages.write(layer, (blocks[mine], inside[mine]), *flat)
         index = context.read_index(self._bucket, self._group, keys.shape[1])
         held = (pages.keys[layer], pages.values[layer])
-        self.keys, self.values = (_lines(array)[index] for array in held)
+        self.keys, self.values = (_gather(array, index) for array in held)
         self._fetched = (self.keys, self.values)
         return self._fetched
 
@@ -173,10 +173,11 @@ class GatheredCalls:
         return hidden, [_over_calls(uses[layer]) for layer in sorted(uses)]
 
 
-def _lines(pages: mx.array) -> mx.array:
-    """Pages as rows of one head each: [slots * heads, dim]."""
-    blocks, size, heads, dim = pages.shape
-    return pages.reshape(blocks * size * heads, dim)
+def _gather(pages: mx.array, index: mx.array) -> mx.array:
+    """Rows of one head each: [B, heads, S, dim]. A model may keep values of no width."""
+    if not pages.size:
+        return mx.zeros((*index.shape, 0), pages.dtype)
+    return pages.reshape(-1, pages.shape[-1])[index]
 
 
 def _over_calls(uses: list[CacheUse]) -> CacheUse:

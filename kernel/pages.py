@@ -119,6 +119,8 @@ class Pages:
 
 def _put(pages: mx.array, where: tuple[mx.array, ...], rows: mx.array) -> mx.array:
     """`pages` with `rows` at `where`; the array that was given stays as it was."""
+    if not rows.size:  # MLX divides by the width of rows, which may be none
+        return pages
     written = copy.copy(pages)  # the same array under a second name: item assignment rebinds it
     written[where] = rows.astype(pages.dtype)
     return written
