@@ -54,11 +54,19 @@ class Changes:
 
 
 @frozen(eq=False)
+class Masked:
+    """Rows that have a grammar, [M], and their packed masks, words [M, W]."""
+
+    rows: Longs
+    words: Words
+
+
+@frozen(eq=False)
 class Adjustments:
-    """words: packed masks of all rows, [S, W], or None where no row has a grammar."""
+    """What the rows of a step ask for, as far as any does."""
 
     changes: Changes | None
-    words: Words | None
+    masked: Masked | None
 
 
 def asked_of(pieces: Iterable[Piece]) -> list[Asked]:
@@ -93,14 +101,14 @@ def plan_adjustments(
     Raises BadBatch where a grammar cannot be followed.
     """
     changed = [_changes(it) for it in asked if it.parameters.logit_bias or it.parameters.penalised]
-    words = _masks(asked, rows, vocab, masks)
+    masked = _masks(asked, vocab, masks)
     if not any(len(it.tokens) for it in changed):
-        return None if words is None else Adjustments(None, words)
+        return None if masked is None else Adjustments(None, masked)
     columns = (
         np.concatenate([getattr(it, name) for it in changed])
         for name in ("rows", "tokens", "divisor", "added")
     )
-    return Adjustments(Changes(*columns), words)
+    return Adjustments(Changes(*columns), masked)
 
 
 def adjusted(logits: mx.array, adjustments: Adjustments | None) -> mx.array:
@@ -115,11 +123,22 @@ def adjusted(logits: mx.array, adjustments: Adjustments | None) -> mx.array:
         found = flat[places]
         found = mx.where(found > 0, found / divisor, found * divisor) + mx.array(changes.added)
         logits = mx.put_along_axis(flat, places, found, axis=0).reshape(count, vocab)
-    if adjustments.words is not None:
-        bits = mx.array(adjustments.words)[:, :, None] >> mx.arange(WORD_BITS, dtype=mx.uint32)
-        allowed = (bits & 1).astype(mx.bool_).reshape(count, -1)[:, :vocab]
-        logits = mx.where(allowed, logits, MASKED)
-    return logits
+    masked = adjustments.masked
+    return logits if masked is None else _mask(logits, masked)
+
+
+def _mask(logits: mx.array, masked: Masked) -> mx.array:
+    """Logits with those that a row's mask forbids out of the way; other rows are not looked at."""
+    (count, vocab), some = logits.shape, len(masked.rows)
+    bits = mx.array(masked.words)[:, :, None] >> mx.arange(WORD_BITS, dtype=mx.uint32)
+    allowed = (bits & 1).astype(mx.bool_).reshape(some, -1)[:, :vocab]
+    if some == count:
+        return mx.where(allowed, logits, MASKED)
+    rows = mx.array(masked.rows.astype(np.uint32))
+    places = np.arange(count, dtype=np.uint32)
+    places[masked.rows] = count + np.arange(some)
+    changed = mx.where(allowed, logits[rows], MASKED)
+    return mx.concatenate([logits, changed])[mx.array(places)]
 
 
 def _changes(asked: Asked) -> Changes:
@@ -141,20 +160,21 @@ def _changes(asked: Asked) -> Changes:
     return Changes(rows, tokens, divisor, added.astype(np.float32))
 
 
-def _masks(asked: Sequence[Asked], rows: int, vocab: int, masks: Masks | None) -> Words | None:
-    held = [it for it in asked if it.parameters.grammar]
-    if not held:
-        return None
+def _masks(asked: Sequence[Asked], vocab: int, masks: Masks | None) -> Masked | None:
     width = -(-vocab // WORD_BITS)
-    words = np.full((rows, width), 2**WORD_BITS - 1, np.uint32)
-    for it in held:
+    rows: list[int] = []
+    words: list[Words] = []
+    for it in asked:
+        if not it.parameters.grammar:
+            continue
         if masks is None:
-            raise BadBatch("this engine was built without grammars", it.seq)
+            raise BadBatch("this engine was built without grammars", it.seq, wished=True)
         try:
             allowed = masks.allowed(it.seq, it.parameters, it.answer, it.certain, width)
         except GrammarFailed as error:
             said = f"the grammar cannot be followed: {error}"
             raise BadBatch(said, it.seq, wished=True) from error
         if allowed is not None:
-            words[it.row] = allowed
-    return words
+            rows.append(it.row)
+            words.append(allowed)
+    return Masked(np.array(rows, np.int64), np.stack(words)) if rows else None

@@ -55,11 +55,9 @@ def check_grammar(text: str) -> str:
         return str(error)
     failed, said = LLMatcher.validate_grammar_with_warnings(compiled, limits=LIMITS)
     if not (failed or said):
-        # Regular expressions, and how wide it is, are seen only by a matcher, over whatever tokens.
-        matcher = LLMatcher(_bytes_tokenizer(), compiled, log_level=0, limits=LIMITS)
-        if not matcher.is_error():
-            matcher.compute_bitmask()
-        failed, said = matcher.is_error(), [matcher.get_error()]
+        # Regular expressions are looked at only by a matcher, over whatever tokens.
+        wrong = LLMatcher(_bytes_tokenizer(), compiled, log_level=0, limits=LIMITS).get_error()
+        failed, said = bool(wrong), [wrong]
     return f"the grammar cannot be followed: {_line(said[0])}" if failed else ""
 
 
