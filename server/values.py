@@ -86,7 +86,11 @@ def _texts(value: Any, _: Any) -> Texts:
     if not all(isinstance(piece, str) for piece in pieces):
         raise ValueError("must be a list of texts")
     texts = [text.strip() for piece in pieces for text in piece.split(",")]
-    return Texts(tuple(text for text in texts if text))
+    found = Texts(tuple(text for text in texts if text))
+    if pieces and not found:
+        # As a variable that was meant to hold keys: an empty one must not open a server.
+        raise ValueError("must not be empty: leave it out, or give a text")
+    return found
 
 
 _converter.register_structure_hook(int, _whole_number)
