@@ -22,3 +22,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 def url(served: Served) -> str:
     """The address with /v1."""
     return served.server.url + "/v1"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a client runs."""
+    return tmp_path_factory.mktemp("client")

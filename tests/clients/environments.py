@@ -48,18 +48,16 @@ def node_folder() -> Path:
     return home
 
 
-def run_client(
-    command: list[str], timeout_s: float = 240.0, folder: Path | None = None, **variables: str
-) -> str:
+def run_client(command: list[str], folder: Path, timeout_s: float = 240.0, **variables: str) -> str:
     """What a client prints; the ends of both streams are in the failure where it ends badly.
 
-    It finds no keys, proxies or folders of whoever runs the tests.
+    It runs in `folder`, and finds no keys, proxies or settings of whoever runs the tests.
     """
     kept = {name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ}
     done = subprocess.run(
         command,
         cwd=folder,
-        env={**kept, "HF_HUB_OFFLINE": "1", **variables},
+        env={**kept, "HF_HUB_OFFLINE": "1", "HOME": str(folder), **variables},
         capture_output=True,
         text=True,
         timeout=timeout_s,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 from tests.real_server import Served
 
@@ -37,9 +38,11 @@ print(animal.model_dump_json())
 """
 
 
-def test_instructor_gets_an_object_of_its_class_at_the_first_try(served: Served, url: str) -> None:
+def test_instructor_gets_an_object_of_its_class_at_the_first_try(
+    served: Served, url: str, tmp_path: Path
+) -> None:
     python = str(bin_of("instructor") / "python")
-    animal = json.loads(run_client([python, "-c", SCRIPT, url, served.model]))
+    animal = json.loads(run_client([python, "-c", SCRIPT, url, served.model], tmp_path))
     assert list(animal) == ["name", "legs", "size"]
     assert 0 <= animal["legs"] <= 8
     assert animal["size"] in ("small", "large")

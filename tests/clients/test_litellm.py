@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,9 +36,11 @@ print(json.dumps({
 
 
 @pytest.fixture(scope="module")
-def said(served: Served, url: str) -> dict[str, Any]:
+def said(served: Served, url: str, folder: Path) -> dict[str, Any]:
     python = str(bin_of("litellm") / "python")
-    out = run_client([python, "-c", SCRIPT, url, served.model], LITELLM_LOCAL_MODEL_COST_MAP="True")
+    out = run_client(
+        [python, "-c", SCRIPT, url, served.model], folder, LITELLM_LOCAL_MODEL_COST_MAP="True"
+    )
     answer: dict[str, Any] = json.loads(out.splitlines()[-1])
     return answer
 

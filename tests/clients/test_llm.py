@@ -32,7 +32,7 @@ def home(tmp_path: Path, served: Served, url: str) -> Path:
 
 def _ask(home: Path, *options: str) -> str:
     command = [str(bin_of("llm") / "llm"), "-m", "ours", "-o", "temperature", "0"]
-    return run_client([*command, "-o", "max_tokens", "40", *options], LLM_USER_PATH=str(home))
+    return run_client([*command, "-o", "max_tokens", "40", *options], home, LLM_USER_PATH=str(home))
 
 
 @pytest.mark.parametrize("how", [(), ("--no-stream",)])

@@ -38,11 +38,8 @@ GENERATION = {
 
 
 @pytest.fixture(scope="module")
-def samples(
-    served: Served, url: str, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, list[dict[str, Any]]]:
+def samples(served: Served, url: str, folder: Path) -> dict[str, list[dict[str, Any]]]:
     """What lm-eval logged of each task, in the order of the documents."""
-    folder = tmp_path_factory.mktemp("lm-eval")
     documents = folder / "places.jsonl"
     lines = [{"country": country, "choices": list(choices)} for country, *choices in PLACES]
     documents.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -57,7 +54,7 @@ def samples(
             *("--tasks", "capitals,say", "--include_path", str(folder)),
             *("--output_path", str(folder / "out"), "--log_samples"),
         ],
-        HOME=str(folder),
+        folder,
         HF_HOME=str(folder),
         HF_DATASETS_OFFLINE="1",
         OPENAI_API_KEY="x",

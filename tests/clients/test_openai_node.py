@@ -19,9 +19,9 @@ QUESTION = "Name the capital of France."
 
 @pytest.fixture(scope="module")
 def said(served: Served, url: str) -> dict[str, Any]:
-    folder = node_folder()
-    copied = shutil.copy(SCRIPT, folder / SCRIPT.name)
-    answer: dict[str, Any] = json.loads(run_client(["node", str(copied), url, served.model]))
+    home = node_folder()
+    copied = shutil.copy(SCRIPT, home / SCRIPT.name)
+    answer: dict[str, Any] = json.loads(run_client(["node", str(copied), url, served.model], home, 240.0))
     return answer
 
 

@@ -22,6 +22,6 @@ def test_nothing_that_schemathesis_sends_gives_a_5xx_or_an_undocumented_status(
         command = [str(bin_of("schemathesis") / "st"), "run", served.server.url + "/openapi.json"]
         options = ["--max-examples", "15", "--checks", CHECKS, "--seed", "1", "--no-color"]
         options += ["--exclude-path", ENDLESS, "--request-timeout", "60"]
-        out = run_client([*command, *options], 600.0, HOME=str(tmp_path))
+        out = run_client([*command, *options], tmp_path, 600.0)
         assert " passed" in out
         served.idle()
