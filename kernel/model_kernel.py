@@ -219,7 +219,8 @@ class ModelKernel:
                 logits,
                 tokens,
                 metadata.score_rows,
-                lambda rows: self._forward.logits(hidden, rows),
+                hidden,
+                lambda rows, held: self._forward.logits(held, rows),
                 lambda numbers: hidden_rows(hidden, metadata.sample_rows[numbers]),
             )
         return _Built(metadata, pages, observation, outputs, telling)

@@ -83,8 +83,11 @@ class ModelOwnedKernel:
         if mx.default_device() == mx.Device(mx.cpu):
             fastmath.install()
             fastmath.turn_weights(model)
-        self._counted, self._vocab = probe(model, check)
-        self._body, self._head = cut(model, lambda: make_prompt_cache(model))
+        found = probe(model, check)
+        self._counted, self._vocab = found.counted, found.logits.shape[-1]
+        self._body, self._head = cut(
+            model, found.tokens, lambda: make_prompt_cache(model), found.logits
+        )
 
     @property
     def geometry(self) -> Geometry:
@@ -211,7 +214,8 @@ class ModelOwnedKernel:
                 logits,
                 tokens,
                 np.array(piece.target_rows, np.int64),
-                lambda rows: self._logits(hidden[mx.array(rows.astype(np.uint32))]),
+                hidden,
+                lambda rows, held: self._logits(held[mx.array(rows.astype(np.uint32))]),
                 lambda _: hidden[-1:],
             )
         return Ticket(seen, (0,) * piece.samples, outputs, telling)

@@ -20,11 +20,11 @@ from .fastmath import EXPONENT_MIN, LOG2E, exp2
 
 TOP_MAX = 20
 """The most tokens that are told beside a chosen one."""
-SCORE_ROWS = 64
+SCORE_ROWS = 32
 """Prompt rows whose logits are made at once: bounds the logits in memory."""
 
 Longs = npt.NDArray[np.int64]
-LogitsOf = Callable[[Longs], mx.array]
+LogitsOf = Callable[[Longs, mx.array], mx.array]
 
 
 @frozen
@@ -77,12 +77,13 @@ def tell(
     logits: mx.array | None,
     tokens: mx.array | None,
     score_rows: Longs,
+    hidden: mx.array,
     logits_of: LogitsOf,
     hidden_of: Callable[[Longs], mx.array],
 ) -> list[mx.array]:
     """The arrays that `read` reads. logits [S, vocab] and tokens [S] are the samples', score_rows
-    the rows that predict the targets; logits_of gives float32 logits of rows, hidden_of what the
-    head is fed for samples.
+    the rows that predict the targets. hidden: what the head is fed for all rows; logits_of makes
+    float32 logits of some rows of it, hidden_of takes out those of some samples.
     """
     arrays: list[mx.array] = []
     if telling.told:
@@ -93,8 +94,12 @@ def tell(
     for begin, end in _tiles(telling):
         some = telling.targets[begin:end]
         targets = mx.array(np.array([token for _, token, _ in some], np.uint32))
+        if begin:
+            # One tile after the other, or the logits of all would be in memory at once.
+            hidden = mx.depends(hidden, arrays)
         top = any(k for _, _, k in some)
-        arrays += _log_probabilities(logits_of(score_rows[begin:end]), targets, top)
+        logits = logits_of(score_rows[begin:end], hidden)
+        arrays += _log_probabilities(logits, targets, top)
     if telling.embedded:
         samples = np.array([sample for _, sample in telling.embedded], np.int64)
         arrays.append(hidden_of(samples).astype(mx.float32))
@@ -144,7 +149,8 @@ def _log_probabilities(logits: mx.array, tokens: mx.array, top: bool) -> list[mx
     found = [(mx.take_along_axis(logits, tokens[:, None], axis=-1) - total)[:, 0]]
     if top:
         most = min(TOP_MAX, logits.shape[-1])
-        likely = mx.argpartition(-logits, most - 1, axis=-1)[:, :most]
+        # A copy: what is cut off would live as long as what is told.
+        likely = mx.contiguous(mx.argpartition(-logits, most - 1, axis=-1)[:, :most])
         found += [likely, mx.take_along_axis(logits, likely, axis=-1) - total]
     return found
 

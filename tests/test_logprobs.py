@@ -111,7 +111,7 @@ def test_log_probabilities_of_a_row_are_the_same_bits_alone_and_among_others() -
             return (None,) * len(rows)
         picked = mx.array(rows)
         nobody: Any = None
-        arrays = tell(plan, logits[picked], tokens[picked], nobody, nobody, nobody)
+        arrays = tell(plan, logits[picked], tokens[picked], *[nobody] * 4)
         mx.eval(arrays)
         samples = np.array(tokens[picked]).tolist()
         return read(plan, samples, map(np.array, arrays)).logprobs
@@ -130,7 +130,7 @@ def test_of_equally_likely_tokens_the_lower_id_comes_first() -> None:
     assert plan is not None
     nobody: Any = None
     logits, chosen = mx.array([[0.0, 2.0, 1.0, 1.0, 1.0]]), mx.array([0], dtype=mx.uint32)
-    arrays = tell(plan, logits, chosen, nobody, nobody, nobody)
+    arrays = tell(plan, logits, chosen, *[nobody] * 4)
     (told,) = read(plan, [0], map(np.array, arrays)).logprobs
     assert told is not None
     assert [token for token, _ in told.top] == [1, 2, 3]
@@ -337,3 +337,26 @@ def test_nobody_who_does_not_ask_is_told_anything() -> None:
     made: Run = run([(PROMPTS[1], wanted(3)), (PROMPTS[2], wanted(3, logprobs=1, score_from=0))])
     for update in made.inboxes[0].updates:
         assert (update.logprobs, update.scores, update.embedding) == ((), (), ())
+
+
+def test_logits_of_scored_rows_are_in_memory_a_few_tiles_at_a_time() -> None:
+    rows, vocab = 1024, 20_000
+    hidden = mx.random.normal((rows, 16), key=mx.random.key(1))
+    head = mx.random.normal((16, vocab), key=mx.random.key(2))
+    mx.eval(hidden, head)
+    parameters = wanted(1, score_from=0, logprobs=2)
+    book = Book(Geometry(8, (Group(num_blocks=64),)))
+    piece = Piece(book.open(0), (1,) * rows, parameters=parameters, targets=(5,) * rows)
+    plan = plan_telling([piece])
+    assert plan is not None
+    nobody: Any = None
+
+    def logits_of(picked: Any, held: mx.array) -> mx.array:
+        return held[mx.array(picked.astype(np.uint32))] @ head
+
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    mx.eval(tell(plan, None, None, np.arange(rows), hidden, logits_of, nobody))
+    tile, peak = 4 * vocab * SCORE_ROWS, mx.get_peak_memory() - before
+    assert peak < 16 * tile < 4 * vocab * rows
