@@ -340,7 +340,7 @@ def test_nobody_who_does_not_ask_is_told_anything() -> None:
 
 
 def test_logits_of_scored_rows_are_in_memory_a_few_tiles_at_a_time() -> None:
-    rows, vocab = 1024, 20_000
+    rows, vocab = 2048, 20_000
     hidden = mx.random.normal((rows, 16), key=mx.random.key(1))
     head = mx.random.normal((16, vocab), key=mx.random.key(2))
     mx.eval(hidden, head)
@@ -359,4 +359,4 @@ def test_logits_of_scored_rows_are_in_memory_a_few_tiles_at_a_time() -> None:
     mx.reset_peak_memory()
     mx.eval(tell(plan, None, None, np.arange(rows), hidden, logits_of, nobody))
     tile, peak = 4 * vocab * SCORE_ROWS, mx.get_peak_memory() - before
-    assert peak < 16 * tile < 4 * vocab * rows
+    assert peak < 24 * tile < 4 * vocab * rows
