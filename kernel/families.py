@@ -12,6 +12,7 @@ from attrs import frozen
 
 from statemachine.geometry import OPAQUE, WINDOW, Group
 
+from .caches import HandleMisused
 from .errors import ModelError
 from .layout import ALONE, GATHERED, GROUPED, PACKED, Layout, look
 from .pages import LayerShape
@@ -64,9 +65,14 @@ class Family:
     layout: Layout | None
     reason: str
 
+    def groups(self, num_blocks: int = 0) -> tuple[Group, ...]:
+        """Groups of `num_blocks` blocks each; one without any for caches of its own."""
+        return owned_groups() if self.layout is None else self.layout.groups(num_blocks)
+
     @property
-    def paged(self) -> bool:
-        return self.layout is not None
+    def capabilities(self) -> Capabilities:
+        """What this model's sequences can do, and why."""
+        return capabilities_of(self.groups(), self.way)
 
     @property
     def way(self) -> str:
@@ -83,11 +89,11 @@ def family_of(model: Any) -> Family:
     for way in WAYS:
         try:
             layout = probe(model, look(model, way), references)
-        except ModelError as error:
+        except (ModelError, HandleMisused) as error:
             reasons.setdefault(way.name, str(error))
         except Exception as error:  # whatever a model does that is called in a way it cannot take
-            text = " ".join(str(error).split())
-            reasons.setdefault(way.name, f"{type(error).__name__}: {text}"[:300])
+            text = " ".join(str(error).split()).split(". ")[0]
+            reasons.setdefault(way.name, f"{type(error).__name__}: {text}"[:200])
         else:
             return Family(layout, _because(f"{way.name} over pages", reasons))
     return Family(None, _because("over caches of its own", reasons))
@@ -98,7 +104,11 @@ def _because(how: str, reasons: dict[str, str]) -> str:
     ways: dict[str, list[str]] = {}
     for way, reason in reasons.items():
         ways.setdefault(reason, []).append(way)
-    why = [f"not {' or '.join(names)}: {reason}" for reason, names in ways.items()]
+    every = list(dict.fromkeys(way.name for way in WAYS))
+    why = [
+        f"not {'over pages' if names == every else ' or '.join(names)}: {reason}"
+        for reason, names in ways.items()
+    ]
     return "; ".join([f"served {how}", *why])
 
 
@@ -124,20 +134,36 @@ OWNED = Capabilities(
     share=Capability(
         False, "rows in the model's own caches are in no block that others could read"
     ),
-    snapshot=Capability(False, "nobody but the model knows what its own caches hold"),
+    snapshot=Capability(False, "what the model's own caches hold is known to it alone"),
 )
+NO_STATE = Capability(False, "all rows are in pages: there is no other state to keep")
+BATCH = {
+    PACKED.name: "all rows of a step go through the model in one call",
+    GATHERED.name: "decode rows go through the model together, prompts one by one",
+    ALONE.name: "every sequence of a step goes through the model in a call of its own",
+}
+"""By the way: how many sequences are in a step."""
 
 
-def capabilities_of(groups: tuple[Group, ...]) -> Capabilities:
-    """What follows from the groups."""
+def capabilities_of(groups: tuple[Group, ...], way: str = PACKED.name) -> Capabilities:
+    """What follows from the groups; the way changes only how much a batch gains."""
     if any(group.kind == OPAQUE for group in groups):
         return OWNED
-    windows = [group.window for group in groups if group.kind == WINDOW]
-    yes = Capability(True, "every layer's rows are in pages")
-    none = Capability(False, "there is no state beside the rows, so none has to be kept")
+    batch = Capability(True, BATCH[way])
+    windows = sorted({group.window for group in groups if group.kind == WINDOW})
     if not windows:
-        return Capabilities(batch=yes, pad=yes, rewind=yes, share=yes, snapshot=none)
-    kept = Capability(
-        True, f"windows of {min(windows)} rows: only as far as the rows needed are still held"
+        return Capabilities(
+            batch=batch,
+            pad=Capability(True, "pad rows are trimmed as any rows at the tail"),
+            rewind=Capability(True, "every row is held until its sequence ends"),
+            share=Capability(True, "every block can be read by all that begin alike"),
+            snapshot=NO_STATE,
+        )
+    window = f"window {windows[0]}" if len(windows) == 1 else f"windows {windows}"
+    return Capabilities(
+        batch=batch,
+        pad=Capability(True, f"{window}: pad rows are trimmed before a window moves on"),
+        rewind=Capability(True, f"{window}: rewind up to what is still held"),
+        share=Capability(True, f"{window}: share where each group holds what the next query needs"),
+        snapshot=NO_STATE,
     )
-    return Capabilities(batch=yes, pad=kept, rewind=kept, share=kept, snapshot=none)

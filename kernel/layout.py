@@ -151,7 +151,7 @@ def _kind(number: int, cache: Any) -> LayerKind:
     if type(cache) is RotatingKVCache:
         return LayerKind(cache.max_size - cache.keep, cache.keep)
     name = type(cache).__name__
-    raise ModelError(f"layer {number} keeps a {name}, which pages cannot hold yet")
+    raise ModelError(f"cache {number} is a {name}, which pages cannot hold yet")
 
 
 def _written(

@@ -10,27 +10,39 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+import numpy.typing as npt
+from attrs import frozen
 
 from .errors import ModelError
 from .model_kernel import describe
 from .owned_caches import OwnedCaches
 
+PROBE_FIRST = (0, 0)
 PROBE_TOKENS = 8
 PROBE_PIECES = (3, 3, 1, 1)
 PROBE_TOLERANCE = 1e-3
 """Of the largest logit, in float32."""
 
 
-def probe(model: Any, check: bool) -> tuple[tuple[int, ...], int]:
-    """Run a few tokens. Returns the numbers of the caches whose offset counts rows, and the width
-    of the logits. Raises ModelError.
+@frozen(eq=False)
+class Found:
+    """counted: numbers of the caches whose offset counts rows. tokens, [1, L], and their logits
+    over fresh caches, [L, vocab] float32.
     """
+
+    counted: tuple[int, ...]
+    tokens: mx.array
+    logits: npt.NDArray[np.float32]
+
+
+def probe(model: Any, check: bool) -> Found:
+    """Run a few tokens. Raises ModelError."""
     failure = ""
     try:
         caches = OwnedCaches(model, -1)
-        first = np.array(_logits(model, caches, [0, 0]).astype(mx.float32))
+        first = np.array(_logits(model, caches, list(PROBE_FIRST)).astype(mx.float32))
         counted = tuple(n for n, offset in caches.offsets().items() if offset)
-        vocab = int(first.shape[-1])
+        vocab = first.shape[-1]
         tokens = [(7 * place + 3) % min(vocab, 1000) for place in range(PROBE_TOKENS)]
         worst = _pieces_differ(model, tokens) if check else 0.0
     except Exception as error:
@@ -42,7 +54,7 @@ def probe(model: Any, check: bool) -> tuple[tuple[int, ...], int]:
             f"this model gives other logits in pieces than at once, by {worst:.2g} of the largest "
             f"(at most {PROBE_TOLERANCE:.2g} is rounding): it cannot be served; please report it"
         )
-    return counted, vocab
+    return Found(counted, mx.array([PROBE_FIRST]), first)
 
 
 def _pieces_differ(model: Any, tokens: list[int]) -> float:

@@ -29,7 +29,7 @@ from .split import cut
 
 Rows = npt.NDArray[np.float32]
 
-STEPS = ((5, 2), (3, 3), (3, 1), (1, 1), (1, 1))
+STEPS = ((5, 2), (3, 3), (3, 1), (1, 1))
 """Rows of each sequence in each step."""
 LENGTHS = tuple(sum(rows) for rows in zip(*STEPS, strict=True))
 WINDOW_MAX = 5
@@ -64,11 +64,12 @@ class References:
                 self._rows.append(np.array(logits.astype(mx.float32)))
         return self._rows
 
-    def split(self) -> bool:
+    def split(self, vocab: int) -> bool:
         """Whether logits can be made for few rows."""
         if self._split is None:
-            model = self._model
-            self._split = cut(model, lambda: make_prompt_cache(model))[0] is not model
+            model, tokens = self._model, mx.array([self.tokens(vocab)[-1]])
+            whole = self.rows(vocab)[-1]
+            self._split = cut(model, tokens, lambda: narrowed(model), whole)[0] is not model
         return self._split
 
 
@@ -99,7 +100,7 @@ def probe(model: Any, layout: Layout, references: References | None = None) -> L
     """
     references = references or References(model)
     wanted = references.rows(layout.vocab_size)
-    layout = evolve(layout, split=references.split())
+    layout = evolve(layout, split=references.split(layout.vocab_size))
     got = paged_rows(model, layout, references.tokens(layout.vocab_size))
     worst, tolerance = difference(got, wanted, layout)
     if not worst <= tolerance:

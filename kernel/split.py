@@ -13,6 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+import numpy.typing as npt
 from mlx.nn.layers.base import Module
 
 Body = Callable[..., mx.array]
@@ -22,7 +23,6 @@ WRAPPED = "language_model"
 """Where models of text and more keep the one of text."""
 BODIES = ("model", "backbone", "transformer")
 """What mlx-lm's modules call the part before the logits."""
-PROBE_TOKENS = (5, 3, 8)
 
 
 class NotSplit(Exception):
@@ -103,18 +103,18 @@ def body_and_head(model: Any) -> tuple[Body, Head]:
     return model, unchanged
 
 
-def cut(model: Any, caches: Callable[[], Any]) -> tuple[Body, Head]:
+def cut(
+    model: Any, tokens: mx.array, caches: Callable[[], Any], whole: npt.NDArray[np.float32]
+) -> tuple[Body, Head]:
     """`body_and_head`, only where both say to the last bit what the model says; else the model.
 
-    `caches` makes fresh ones of mlx-lm's for a few tokens.
+    tokens: [1, L], whose logits over fresh caches are `whole`, [L, vocab].
     """
     body, head = body_and_head(model)
     if body is model:
         return body, head
-    tokens = mx.array([PROBE_TOKENS])
     try:
-        whole = np.array(model(tokens, cache=caches()).astype(mx.float32))
-        parts = np.array(head(body(tokens, cache=caches())).astype(mx.float32))
+        parts = np.array(head(body(tokens, cache=caches()))[0].astype(mx.float32))
     except Exception:  # whatever a model does that is called in another way than it expects
         return model, unchanged
     return (body, head) if np.array_equal(whole, parts) else (model, unchanged)

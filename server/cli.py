@@ -1,4 +1,4 @@
-"""Command line: `mlxtape serve`, `generate`, `chat`, `score` and `bench`.
+"""Command line: `mlxtape serve`, `generate`, `chat`, `score`, `bench` and `families`.
 
 Owns arguments, exit codes (0 done, 1 failed, 2 wrong usage, 130 interrupted) and what a person
 reads. A refusal is one sentence on the error stream, never a traceback.
@@ -20,7 +20,7 @@ import attrs
 from kernel.errors import KernelError
 from kernel.tokenizer import Tokenizer
 
-from . import terminal
+from . import families_command, terminal
 from .api import Engine, RunningEngine
 from .app import create_app
 from .auth import keys_of
@@ -51,6 +51,8 @@ def main(argv: Sequence[str] | None = None, build: Build | None = None) -> int:
     try:
         arguments = vars(_parser().parse_args(argv))
         command = arguments.pop("command")
+        if command == "families":
+            return families_command.main(arguments.get("model"), arguments["json"])
         own = {name: arguments.pop(name) for name in OWN if name in arguments}
         settings, sources = load_with_sources(arguments, os.environ, own.pop("config", None))
         if own.pop("print_config", False):
@@ -173,6 +175,10 @@ def _parser() -> argparse.ArgumentParser:
         _add_sampling(command)
     _add_score(_add_command(commands, "score", "log-likelihoods of continuations", SERVING_ONLY))
     _add_bench(_add_command(commands, "bench", "measure a model on this machine", SERVING_ONLY))
+    text = "how architectures, or a model, are served, and what they can do"
+    families = commands.add_parser("families", help=text, description=f"Tell {text}.")
+    families.add_argument("--model", metavar="PATH", help="load this one and find out")
+    families.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 

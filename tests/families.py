@@ -1,36 +1,48 @@
 """An architecture under an engine: unlike requests over few small blocks, and what mlx-lm says.
 
 Owns one load that does to rows all that a policy may: prompts in chunks beside decode, prefixes
-adopted, drafts taken back, preemption, windows left behind; and its comparison with mlx-lm's own
-caches, a request at a time.
+adopted, drafts taken back, preemption, windows left behind; its comparison with mlx-lm's own
+caches, a request at a time; and the table of what was found, for people and for the command line.
+
+    python -m tests.families    writes both anew
 """
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-import numpy as np
-from attrs import field, frozen
-from mlx_lm.models.cache import make_prompt_cache
-from msgspec import structs
+from kernel.blas import load_blas
 
-from kernel.batch import Batch, StepResult
-from kernel.layout import Layout
-from kernel.model_kernel import ModelKernel
-from replay.run import PLAN, Options, replay
-from server.engine import Engine
-from server.loop import Parts
-from server.policy import Policy
-from server.submission import Submission
-from statemachine.events import Preempted, PrefixAdopted, Rewound
-from statemachine.geometry import Geometry
-from statemachine.records import Parameters, Record
+load_blas()  # before anything imports mlx
 
-from .paged import random_tokens
-from .sim import Inbox, MemoryCapture, header
-from .tampering import write
+import mlx.core as mx  # noqa: E402
+import numpy as np  # noqa: E402
+from attrs import field, frozen  # noqa: E402
+from mlx_lm.models.cache import make_prompt_cache  # noqa: E402
+from msgspec import json, structs  # noqa: E402
+
+from kernel.batch import Batch, StepResult  # noqa: E402
+from kernel.families import Family, family_of  # noqa: E402
+from kernel.model_kernel import ModelKernel  # noqa: E402
+from kernel.model_owned import ModelOwnedKernel  # noqa: E402
+from replay.run import PLAN, Options, replay  # noqa: E402
+from server.build import suited  # noqa: E402
+from server.engine import Engine  # noqa: E402
+from server.families_command import ABLE, TABLE, Architecture  # noqa: E402
+from server.loop import Parts  # noqa: E402
+from server.policy import Policy  # noqa: E402
+from server.submission import Submission  # noqa: E402
+from statemachine.geometry import Geometry  # noqa: E402
+from statemachine.records import Parameters, Record  # noqa: E402
+
+from .paged import random_tokens  # noqa: E402
+from .sim import Inbox, MemoryCapture, header  # noqa: E402
+from .tampering import write  # noqa: E402
+from .tiny_architectures import UNABLE, architecture_model, architectures  # noqa: E402
 
 POLICY = Policy(
     max_batch_tokens=14, max_running=3, prefill_chunk=5, watermark_blocks=0, context_tokens=64,
@@ -39,6 +51,15 @@ POLICY = Policy(
 BLOCKS = 13
 """Of 4 rows: two requests fit and three do not."""
 ANSWER = 10
+VOCAB = 259
+OWN_FAULTS = {
+    "plamo3": "mlx-lm's own mask of a prompt is a row wider than its window at decode: here both "
+    "are the window",
+}
+"""Where mlx-lm contradicts itself: there one by one is right."""
+ROOT = Path(__file__).parent.parent
+TABLE_FILE = ROOT / "server" / TABLE
+DOCUMENT = ROOT / "docs" / "families.md"
 TOLERANCE = 1e-4
 """Of the largest score of a request."""
 
@@ -65,7 +86,7 @@ class Drawn:
 class Recorder:
     """A kernel that notes what each row drew."""
 
-    def __init__(self, kernel: ModelKernel) -> None:
+    def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
         self._batches: dict[int, Batch] = {}
         self.drawn: list[Drawn] = []
@@ -105,24 +126,31 @@ class Outcome:
         return sum(isinstance(event, kind) for event in events)
 
 
-def prompts(vocab: int) -> list[list[int]]:
+def prompts() -> list[list[int]]:
     """The second shares most of the first's prompt, the last is the first again."""
-    first = random_tokens(3, 19, vocab)
-    other = [*first[:13], *random_tokens(4, 8, vocab)]
-    return [first, other, random_tokens(5, 7, vocab), random_tokens(6, 14, vocab), first]
+    first = random_tokens(3, 19, VOCAB)
+    other = [*first[:13], *random_tokens(4, 8, VOCAB)]
+    return [first, other, random_tokens(5, 7, VOCAB), random_tokens(6, 14, VOCAB), first]
 
 
-def serve(model: Any, layout: Layout) -> Outcome:
+def serve(model: Any, family: Family) -> Outcome:
     """The load over a pool of BLOCKS blocks: one request alone, then the others at once."""
-    pool = Geometry(4, layout.groups(BLOCKS), "family")
-    kernel = Recorder(ModelKernel(model, pool, sanitize="full", layout=layout))
-    capture = MemoryCapture()
-    head = structs.replace(header(pool, POLICY), sanitize="full", layers=len(layout.kinds))
-    parts: Any = Parts(kernel, POLICY, capture, head, vocab_size=layout.vocab_size)
+    pool = Geometry(4, family.groups(BLOCKS), "family")
+    flags, layout = family.capabilities.as_flags(), family.layout
+    kernel: Any
+    if layout is None:
+        kernel = ModelOwnedKernel(model, pool)
+    else:
+        kernel = ModelKernel(model, pool, sanitize="full", layout=layout)
+    recorder, policy, capture = Recorder(kernel), suited(POLICY, flags), MemoryCapture()
+    head = structs.replace(
+        header(pool, policy), sanitize="off" if layout is None else "full", capabilities=flags
+    )
+    parts: Any = Parts(recorder, policy, capture, head, vocab_size=VOCAB)
     engine = Engine(lambda: parts)
     engine.open()
     inboxes = []
-    for number, prompt in enumerate(prompts(layout.vocab_size)):
+    for number, prompt in enumerate(prompts()):
         inboxes.append(Inbox())
         engine.submit(Submission(tuple(prompt), Parameters(max_tokens=ANSWER)), inboxes[-1])
         while number == 0 and engine.step():
@@ -131,16 +159,28 @@ def serve(model: Any, layout: Layout) -> Outcome:
         pass
     engine.stop()
     assert [inbox.error for inbox in inboxes] == [""] * len(inboxes)
-    texts = zip(prompts(layout.vocab_size), inboxes, strict=True)
+    texts = zip(prompts(), inboxes, strict=True)
     told = {n: (*prompt, *inbox.tokens) for n, (prompt, inbox) in enumerate(texts)}
-    return Outcome(told, kernel.drawn, capture.records)
+    return Outcome(told, recorder.drawn, capture.records)
 
 
-def wrong(model: Any, outcome: Outcome) -> str:
+def full_scores(model: Any, text: tuple[int, ...]) -> np.ndarray:
+    """Scores of a text in one forward over mlx-lm's own caches: [tokens, vocab]."""
+    scores = model(mx.array([text]), cache=make_prompt_cache(model))[0]
+    return np.array(scores.astype(mx.float32))
+
+
+def step_scores(model: Any, text: tuple[int, ...]) -> np.ndarray:
+    """The same one by one."""
+    caches = make_prompt_cache(model)
+    rows = [model(mx.array([[token]]), cache=caches)[0, 0] for token in text]
+    return np.array(mx.stack(rows).astype(mx.float32))
+
+
+def wrong(model: Any, outcome: Outcome, scores_of: Any = full_scores) -> str:
     """The first token or score that mlx-lm's own caches do not give, in words; else nothing."""
     for number, text in outcome.texts.items():
-        caches = make_prompt_cache(model)
-        scores = np.array(model(mx.array([text]), cache=caches)[0].astype(mx.float32))
+        scores = scores_of(model, text)
         bound = TOLERANCE * max(1.0, float(np.abs(scores).max()))
         for place in range(len(text) - ANSWER, len(text)):
             row = scores[place - 1]
@@ -160,4 +200,67 @@ def replayed(outcome: Outcome, folder: Path) -> str:
     return "" if found.divergence is None else str(found.divergence)
 
 
-EVENTS = (PrefixAdopted, Preempted, Rewound)
+def line_of(name: str) -> Architecture:
+    """How an architecture is served, found by trying."""
+    if name in UNABLE:
+        return Architecture(name, "untested", note=UNABLE[name])
+    family = family_of(architecture_model(name))
+    able = [held for held in ABLE if getattr(family.capabilities, held).able]
+    kinds = tuple(group.kind for group in family.groups())
+    note = re.sub(r" by [^ ]+ of the largest.*?rounding\)", "", family.reason.partition("; ")[2])
+    return Architecture(name, family.way, kinds, tuple(able), OWN_FAULTS.get(name, note))
+
+
+HEAD = """# How each architecture is served
+
+Made by `python -m tests.families` for every architecture of mlx-lm {version}, with tiny random
+float32 models (`tests/tiny_architectures.py`), and held by `tests/test_families.py`. `mlxtape
+families` prints the same table, `mlxtape families --model PATH` what is found of your model.
+
+- **packed**: all rows of a step in one call, K and V in pages, attention over pages.
+- **gathered**: K and V in pages, gathered for the model's own attention: decode rows together,
+  prompts one by one.
+- **alone**: the same with a call for each sequence.
+- **opaque**: over the caches that mlx-lm makes, one request at a time.
+- **untested**: cannot be run here.
+
+Nothing goes by a name: a model is looked at as it is loaded, and a probe compares a few tokens over
+pages with mlx-lm's own caches. Each line but the untested ones was put under an engine with blocks
+of 4 rows, windows of 8 and a pool that is too small: prompts in chunks beside decode, adopted
+prefixes, lookahead, rewound drafts, preemption, as far as it can. All scores are those of one
+forward of mlx-lm's over its own caches, to 1e-4 of the largest, and the tape replays clean.
+
+{counts}
+
+| architecture | served | rows kept | can | why in no better way |
+|---|---|---|---|---|
+"""
+
+
+def counts_of(table: list[Architecture]) -> dict[str, int]:
+    """How many architectures go which way."""
+    return dict(sorted(Counter(line.way for line in table).items()))
+
+
+def document(table: list[Architecture]) -> str:
+    """docs/families.md."""
+    counts = ", ".join(f"{count} {way}" for way, count in counts_of(table).items())
+    lines = [
+        f"| {it.name} | {it.way} | {' + '.join(it.groups) or '-'} | {', '.join(it.able) or '-'} "
+        f"| {it.note.replace('|', '/')} |"
+        for it in table
+    ]
+    head = HEAD.format(version=version("mlx-lm"), counts=f"{len(table)} architectures: {counts}.")
+    return head + "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Write the table anew."""
+    table = [line_of(name) for name in architectures()]
+    lines = ",\n".join(json.encode(line).decode() for line in table)
+    TABLE_FILE.write_text(f"[\n{lines}\n]\n")
+    DOCUMENT.write_text(document(table))
+
+
+if __name__ == "__main__":
+    main()

@@ -104,17 +104,17 @@ def test_prompt_caches_are_of_the_kinds_that_groups_are_read_from() -> None:
     assert [shape.group for shape in layer_shapes(model)] == [0, 1, 1, 0]
     assert groups_for(model, 9) == (Group("full", 9), Group("window", 9, 8, 0))
     capabilities = capabilities_of(groups_for(model, 9))
-    assert "windows of 8 rows" in capabilities.rewind.reason
+    assert capabilities.rewind.reason == "window 8: rewind up to what is still held"
     assert capabilities.as_flags() == {"batch": True, "pad": True, "rewind": True, "share": True}
 
 
 def test_caches_of_unknown_kinds_are_not_put_into_pages() -> None:
     model = tiny_llama()
     model.make_cache = lambda: [object()]
-    with pytest.raises(ModelError, match="layer 0 keeps a object, which pages cannot hold yet"):
+    with pytest.raises(ModelError, match="cache 0 is a object, which pages cannot hold yet"):
         groups_for(model, 4)
     assert family_of(model).way == "opaque"
-    assert "layer 0 keeps a object" in family_of(model).reason
+    assert "cache 0 is a object" in family_of(model).reason
 
 
 def test_what_a_model_over_its_own_caches_cannot_do_is_said_with_a_reason_each() -> None:
