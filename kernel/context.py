@@ -8,6 +8,7 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 
+from .adapters import BASE, Serving
 from .buckets import Bucket, group_rows, output_order
 from .metadata import Ints, Longs, StepMetadata
 
@@ -15,15 +16,21 @@ from .metadata import Ints, Longs, StepMetadata
 class StepContext:
     """What the cache objects of one forward share.
 
-    fed: the tokens of the step's pending rows, [Q], which nobody needs to have read.
+    fed: the tokens of the step's pending rows, [Q], which nobody needs to have read. serving: whose
+    the rows are.
     offset: [T] int32, RoPE positions. tokens: [T] int32. order: [T] or None, from
     bucket order back to batch order.
     """
 
     def __init__(
-        self, metadata: StepMetadata, fed: mx.array | None = None, alone: bool = False
+        self,
+        metadata: StepMetadata,
+        fed: mx.array | None = None,
+        alone: bool = False,
+        serving: Serving = BASE,
     ) -> None:
         self.metadata = metadata
+        self.serving = serving
         self.buckets: tuple[Bucket, ...] = group_rows(metadata, alone)
         order = output_order(self.buckets)
         self.order = None if order is None else _index(order)

@@ -18,6 +18,10 @@ class ModelError(KernelError):
     """A model cannot be found, read or served."""
 
 
+class AdapterError(ModelError):
+    """An adapter cannot be read, or is not for this model."""
+
+
 class TokenizerError(ModelError):
     """A tokenizer is missing, or of a kind that is not understood."""
 

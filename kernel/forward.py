@@ -16,6 +16,7 @@ from attrs import evolve
 from statemachine.geometry import ROWS_MAX
 from statemachine.records import Observation
 
+from .adapters import BASE, Serving
 from .context import StepContext
 from .gathered import GatheredCalls
 from .layout import Layout, as_taken, look, paged_caches
@@ -38,7 +39,9 @@ class PackedCall:
         for cache in self._caches:
             cache.bind(context, pages)
         try:
-            hidden = body(context.tokens[:, None], cache=as_taken(self._layout.slots, self._caches))
+            caches = as_taken(self._layout.slots, self._caches)
+            with context.serving.rows():
+                hidden = body(context.tokens[:, None], cache=caches)
             written = [cache for cache in self._caches if cache.layer is not None]
             return hidden, [cache.used(context.metadata) for cache in written]
         finally:
@@ -72,9 +75,11 @@ class Forward:
         """Whether what the head is fed can be told from its logits."""
         return self._split
 
-    def context(self, metadata: StepMetadata, fed: mx.array | None = None) -> StepContext:
+    def context(
+        self, metadata: StepMetadata, fed: mx.array | None = None, serving: Serving = BASE
+    ) -> StepContext:
         """A step's arrays, its rows grouped as they are called."""
-        return StepContext(metadata, fed, self._layout.way.alone)
+        return StepContext(metadata, fed, self._layout.way.alone, serving)
 
     def run(
         self, context: StepContext, pages: PageStep
@@ -86,7 +91,9 @@ class Forward:
         """
         hidden, seen = self.hidden(context, pages)
         metadata = context.metadata
-        logits = self.logits(hidden, metadata.sample_rows) if metadata.sampled else None
+        logits = None
+        if metadata.sampled:
+            logits = self.logits(hidden, metadata.sample_rows, context.serving)
         return logits, anchor(hidden), seen
 
     def hidden(self, context: StepContext, pages: PageStep) -> tuple[mx.array, Observation]:
@@ -94,9 +101,10 @@ class Forward:
         hidden, uses = self._calls.run(self._body, context, pages)
         return hidden, observe(context.metadata, _told(uses, self._layout.reads))
 
-    def logits(self, hidden: mx.array, rows: Longs) -> mx.array:
+    def logits(self, hidden: mx.array, rows: Longs, serving: Serving = BASE) -> mx.array:
         """Logits [len(rows), vocab] float32 of some rows."""
-        return self._head(hidden[_index(rows)])[:, -1].astype(mx.float32)
+        with serving.rows(rows):
+            return self._head(hidden[_index(rows)])[:, -1].astype(mx.float32)
 
 
 def _told(uses: Items[CacheUse], reads: frozenset[int]) -> list[CacheUse]:

@@ -156,7 +156,9 @@ class GatheredCalls:
                     cache.bind(context, pages, number)
                 rows = context.buckets[number].rows
                 tokens = context.tokens[context.query_rows(number)].reshape(rows.shape)
-                out = body(tokens, cache=as_taken(self._layout.slots, self._caches))
+                caches = as_taken(self._layout.slots, self._caches)
+                with context.serving.rows(rows):
+                    out = body(tokens, cache=caches)
                 # A model need not use all that it writes, and what nothing uses piles up unwritten.
                 fetched = [array for cache in self._caches for array in cache.fetched]
                 (out,) = mx.depends([out.reshape(rows.size, 1, *out.shape[2:])], fetched)

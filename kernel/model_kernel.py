@@ -25,6 +25,7 @@ from statemachine.geometry import Geometry
 from statemachine.records import Observation, ShadowReport
 
 from . import attention, fastmath
+from .adapters import Adapters
 from .adjusting import adjusted, asked_of, plan_adjustments
 from .batch import Batch, BuildFailed, EvalFailed, StepResult
 from .errors import ModelError
@@ -82,7 +83,9 @@ class ModelKernel:
     `geometry` must have the groups of the layout. `sanitize` is the shadow's mode. `masks` knows
     grammars; without it requests that have one cannot be built. `layout` is what a probe found
     (families.family_of); without it one is made here, or, without `check`, the model is called
-    packed unprobed. Raises ModelError where the model is served in no way over pages.
+    packed unprobed. `adapters` are the model's; without it there are none.
+
+    Raises ModelError where the model is served in no way over pages.
     """
 
     def __init__(
@@ -94,12 +97,14 @@ class ModelKernel:
         masks: Masks | None = None,
         check: bool = True,
         layout: Layout | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         if layout is None:
             layout = _probed(model) if check else look(model)
         _check_groups(geometry, layout)
         self._geometry = geometry
         self._masks = masks
+        self._adapters = adapters or Adapters(model)
         self._vocab = layout.vocab_size
         attention.install()
         if mx.default_device() == mx.Device(mx.cpu):
@@ -200,7 +205,8 @@ class ModelKernel:
     def _build(self, batch: Batch) -> _Built:
         metadata = build(batch, self._geometry)
         self._check_tokens(batch, metadata)
-        context = self._forward.context(metadata, self._fed(metadata))
+        serving = self._adapters.serving(batch.pieces)
+        context = self._forward.context(metadata, self._fed(metadata), serving)
         pages = self._pages.begin()
         hidden, observation = self._forward.hidden(context, pages)
         logits, tokens, outputs = None, None, [anchor(hidden)]
@@ -208,7 +214,7 @@ class ModelKernel:
             asked = [batch.pieces[i].parameters for i in metadata.sampled]
             plan = plan_samples(zip(asked, metadata.sample_positions, strict=True))
             changes = plan_adjustments(asked_of(batch.pieces), plan.rows, self._vocab, self._masks)
-            logits = self._forward.logits(hidden, metadata.sample_rows)
+            logits = self._forward.logits(hidden, metadata.sample_rows, serving)
             samples = sample(adjusted(logits, changes), plan)
             outputs = [samples.tokens, samples.logits, samples.margins]
             tokens = samples.tokens
@@ -220,7 +226,7 @@ class ModelKernel:
                 tokens,
                 metadata.score_rows,
                 hidden,
-                lambda rows, held: self._forward.logits(held, rows),
+                lambda rows, held: self._forward.logits(held, rows, serving),
                 lambda numbers: hidden_rows(hidden, metadata.sample_rows[numbers]),
             )
         return _Built(metadata, pages, observation, outputs, telling)

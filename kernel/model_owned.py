@@ -28,6 +28,7 @@ from statemachine.geometry import OPAQUE, Geometry
 from statemachine.records import Observation, ShadowReport
 
 from . import fastmath
+from .adapters import Adapters
 from .adjusting import adjusted, asked_of, plan_adjustments
 from .batch import Batch, BuildFailed, EvalFailed, Piece, StepResult
 from .errors import ModelError
@@ -62,12 +63,20 @@ class Ticket:
 class ModelOwnedKernel:
     """A Kernel over any mlx-lm model and its own caches; `geometry` has one opaque group.
 
+    `adapters` are the model's; without it there are none.
+
     Raises ModelError where the model is in use by another kernel, cannot be run, or, with `check`,
     does not give the same logits in pieces as at once.
     """
 
     def __init__(
-        self, model: Any, geometry: Geometry, *, masks: Masks | None = None, check: bool = True
+        self,
+        model: Any,
+        geometry: Geometry,
+        *,
+        masks: Masks | None = None,
+        check: bool = True,
+        adapters: Adapters | None = None,
     ) -> None:
         if [group.kind for group in geometry.groups] != [OPAQUE]:
             kinds = ", ".join(group.kind for group in geometry.groups)
@@ -79,6 +88,7 @@ class ModelOwnedKernel:
         self._model = model
         self._geometry = geometry
         self._masks = masks
+        self._adapters = adapters or Adapters(model)
         self._held: OwnedCaches | None = None
         if mx.default_device() == mx.Device(mx.cpu):
             fastmath.install()
@@ -115,7 +125,8 @@ class ModelOwnedKernel:
         before = self._offsets(held)
         ticket, failure, wished = None, "", False
         try:
-            ticket = self._build(held, piece, before)
+            with self._adapters.serving([piece]).rows():
+                ticket = self._build(held, piece, before)
         except BadBatch as error:
             failure, wished = str(error), error.wished
         except Exception as error:
