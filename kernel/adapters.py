@@ -255,7 +255,7 @@ class Adapters:
             raise AdapterError(f"{folder} is not for this model, which has no layer {name!r}")
         if not isinstance(layer, (Linear, QuantizedLinear)):
             raise AdapterError(
-                f"{folder} changes {name}, a {type(layer).__name__}, and only linear layers can "
+                f"{folder} changes {name} ({type(layer).__name__}), and only linear layers can "
                 "have adapters: train it without that layer (lora_parameters.keys)"
             )
         tensors, (outs, ins) = files.tensors[name], _dimensions(layer)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from attrs import frozen
+from attrs import evolve, frozen
 
 from .bundled import BUNDLED, Progress, bundled_model
 from .errors import ModelError
@@ -35,6 +35,8 @@ class LoadedModel:
     digests: xxh3 of `weights`, `tokenizer` and `config`, 128 bits in hex.
     context_tokens: the longest sequence that the model was made for.
     vocab_size: the width of the logits, which may exceed the tokenizer's.
+    turned_head_dim: rows of a head, where those of q and k stand in another order than in the
+    model's folder (GGUF of llama); else 0.
     """
 
     model: Any
@@ -47,6 +49,7 @@ class LoadedModel:
     vocab_size: int
     num_parameters: int
     weights_bytes: int
+    turned_head_dim: int = 0
 
 
 def load_model(path_or_name: str, *, progress: Progress | None = None) -> LoadedModel:
@@ -108,7 +111,9 @@ def _from_gguf(path: Path, name: str) -> LoadedModel:
         "tokenizer": _digest_vocab(held.metadata),
         "config": digest_json(held.config),
     }
-    return _loaded(model, held.config, tokenizer_from_gguf(held.metadata), name, digests)
+    loaded = _loaded(model, held.config, tokenizer_from_gguf(held.metadata), name, digests)
+    turned = held.config["head_dim"] if held.config.get("rope_traditional") else 0
+    return evolve(loaded, turned_head_dim=turned)
 
 
 def _digest_vocab(metadata: Mapping[str, Any]) -> str:
