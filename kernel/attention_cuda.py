@@ -1,0 +1,144 @@
+"""Attention through block tables on CUDA: launches of paged_source's kernels.
+
+Owns the sources as MLX compiles them, and the counters by which a row's items find out which of
+them is the last. Pages are written in place, behind MLX's back; why that is sound stands in
+paged_attention.py.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from .fastmath import LOG2E
+from .paged_attention import Layer, Shape
+from .paged_plan import RowsPlan
+
+SOURCE = Path(__file__).parent / "paged_source"
+HEADERS = ("cuda.h", "decode.h", "tensor.h")
+WARPS = 4
+FETCH_THREADS = 256
+DECODE_INPUTS = [
+    "plan", "queries", "key_pages", "value_pages", "keys", "values", "sinks", "counters",
+]  # fmt: skip
+FETCH_INPUTS = ["plan", "key_pages", "value_pages", "keys", "values"]
+TYPES = {mx.bfloat16: "__nv_bfloat16", mx.float16: "__half", mx.float32: "float"}
+
+
+def header() -> str:
+    """Files by path: MLX hashes this text at every call, and not what it includes."""
+    return "".join(f'#include "{SOURCE / name}"\n' for name in HEADERS)
+
+
+def decode_body(shape: Shape) -> str:
+    """The kernel's one line."""
+    numbers = (
+        TYPES[shape.dtype], shape.block_size, shape.key_dim, shape.value_dim, shape.kv_heads,
+        shape.shared, shape.heads, WARPS, str(shape.sinks).lower(),
+    )  # fmt: skip
+    inputs = ", ".join(
+        f"({kind} const*){name}"
+        for kind, name in zip(_kinds(shape, DECODE_INPUTS), DECODE_INPUTS, strict=True)
+    )
+    inputs = inputs.replace("(unsigned const*)counters", "(unsigned*)counters")
+    outputs = f"({TYPES[shape.dtype]}*)out, parts, tops"
+    return f"decode<{', '.join(map(str, numbers))}>({inputs}, {outputs}, {shape.scale_of_two});"
+
+
+def fetch_body(shape: Shape) -> str:
+    numbers = (
+        TYPES[shape.dtype], shape.block_size, shape.key_dim, shape.value_dim, shape.kv_heads,
+    )  # fmt: skip
+    inputs = ", ".join(FETCH_INPUTS)
+    return f"fetch<{', '.join(map(str, numbers))}>({inputs}, out_keys, out_values);"
+
+
+def _kinds(shape: Shape, names: list[str]) -> list[str]:
+    kinds = {"plan": "int", "sinks": "float", "counters": "unsigned"}
+    return [kinds.get(name, TYPES[shape.dtype]) for name in names]
+
+
+class CudaDialect:
+    """See paged_attention.Dialect. blocks: how many run at once; 3 on each of a device's 132
+    multiprocessors is what registers leave room for on the devices that this was measured on.
+    """
+
+    in_place = True
+    blocks = 396
+
+    def __init__(self) -> None:
+        self._counters: dict[int, mx.array] = {}
+
+    def decode(
+        self, shape: Shape, plan: mx.array, counts: RowsPlan, queries: mx.array, layer: Layer
+    ) -> mx.array:
+        total, heads = queries.shape[0], queries.shape[1]
+        sinks = plan if layer.sinks is None else layer.sinks.astype(mx.float32) * LOG2E
+        partial = counts.items if counts.splits > 1 else 1
+        out: mx.array
+        out, _, _ = _decode_kernel(shape)(
+            inputs=[
+                plan, queries, layer.key_pages, layer.value_pages, layer.keys, layer.values,
+                sinks, self._counters_of(layer.number, counts.rows * shape.columns),
+            ],
+            grid=(WARPS * 32 * shape.columns, counts.items, 1),
+            threadgroup=(WARPS * 32, 1, 1),
+            output_shapes=[
+                (total, heads, shape.value_dim), (partial, heads, shape.value_dim),
+                (partial, heads, 2),
+            ],
+            output_dtypes=[shape.dtype, mx.float32, mx.float32],
+        )  # fmt: skip
+        return out
+
+    def fetch(
+        self, shape: Shape, plan: mx.array, rows: int, layer: Layer
+    ) -> tuple[mx.array, mx.array]:
+        fours = rows * shape.kv_heads * (shape.key_dim + shape.value_dim) // 4
+        keys, values = _fetch_kernel(shape)(
+            inputs=[plan, layer.key_pages, layer.value_pages, layer.keys, layer.values],
+            grid=(-(-fours // FETCH_THREADS) * FETCH_THREADS, 1, 1),
+            threadgroup=(FETCH_THREADS, 1, 1),
+            output_shapes=[
+                (shape.kv_heads, rows, shape.key_dim), (shape.kv_heads, rows, shape.value_dim),
+            ],
+            output_dtypes=[shape.dtype, shape.dtype],
+        )  # fmt: skip
+        return keys, values
+
+    def reset(self) -> None:
+        self._counters.clear()
+
+    def _counters_of(self, layer: int, count: int) -> mx.array:
+        """Zeros, which each call leaves as zeros; a layer's own, since layers may run at once."""
+        held = self._counters.get(layer)
+        if held is None or held.size < count:
+            held = mx.zeros((1 << max(10, (count - 1).bit_length()),), mx.uint32)
+            mx.eval(held)
+            self._counters[layer] = held
+        return held
+
+
+@cache
+def _decode_kernel(shape: Shape) -> Any:
+    return mx.fast.cuda_kernel(
+        name=shape.name,
+        input_names=DECODE_INPUTS,
+        output_names=["out", "parts", "tops"],
+        source=decode_body(shape),
+        header=header(),
+    )
+
+
+@cache
+def _fetch_kernel(shape: Shape) -> Any:
+    return mx.fast.cuda_kernel(
+        name=f"fetch_{shape.name}",
+        input_names=FETCH_INPUTS,
+        output_names=["out_keys", "out_values"],
+        source=fetch_body(shape),
+        header=header(),
+    )

@@ -1,0 +1,250 @@
+"""Attention through block tables: a kernel reads the pages in place of a gather.
+
+Owns which rows of a step go to which kernel, the plans' arrays, and how the outputs are put
+together. The kernels are a dialect's (attention_cuda.py, attention_metal.py); what they compute is
+in paged_source/decode.h. Decides no length: all bounds come from the step's metadata.
+
+With a dialect that writes `in_place`, the rows of a step never enter the pages' graph: the kernel
+that attends over a row also writes it, into the arrays that it reads from. That is sound because
+nothing reads, in the step that writes it, a row from the pages: rows of the same step are read from
+where the layer made them, and steps follow each other on the device. So page arrays stay the same
+arrays, and no write can copy a pool.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import mlx.core as mx
+import numpy as np
+from attrs import frozen
+
+from .fastmath import LOG2E
+from .metadata import Longs, StepMetadata
+from .paged_plan import RowsPlan, plan_fetch, plan_rows
+
+SHORT_ROWS_MAX = 8
+"""Pieces of at most that many rows are attended row by row."""
+DTYPES = (mx.bfloat16, mx.float16, mx.float32)
+DIM_MAX = 256
+
+
+@frozen
+class Shape:
+    """What a kernel is compiled for: `shared` query heads read each of `kv_heads`.
+
+    scale: in natural units. sinks: whether each head has the score of a key without a value.
+    """
+
+    dtype: mx.Dtype
+    block_size: int
+    kv_heads: int
+    shared: int
+    key_dim: int
+    value_dim: int
+    scale: float
+    sinks: bool
+
+    @property
+    def columns(self) -> int:
+        """Blocks that share an item: K/V heads, times the parts that their query heads take."""
+        return self.kv_heads * -(-self.shared // self.heads_max)
+
+    @property
+    def heads(self) -> int:
+        """Query heads that a block takes, the most."""
+        return -(-self.shared // -(-self.shared // self.heads_max))
+
+    @property
+    def heads_max(self) -> int:
+        return 4 if self.dtype == mx.float32 else 8
+
+    @property
+    def name(self) -> str:
+        """Unlike for unlike kernels: MLX keeps what it compiled by name."""
+        dims = (self.block_size, self.kv_heads, self.shared, self.key_dim, self.value_dim)
+        scale = float(self.scale).hex().translate(str.maketrans(".+-", "___"))
+        words = [str(self.dtype).split(".")[-1], *map(str, dims), scale, str(int(self.sinks))]
+        return "paged_" + "_".join(words)
+
+    @property
+    def scale_of_two(self) -> str:
+        """The scale of scores in powers of two, as C++ writes it."""
+        return f"{float(self.scale * LOG2E)!r}f"
+
+
+@frozen(eq=False)
+class Layer:
+    """A layer's arrays in a step. pages: K and V [num_blocks, block_size, KV, dim]; rows: the
+    step's own [T, KV, dim]; sinks: [H] or None.
+    """
+
+    number: int
+    key_pages: mx.array
+    value_pages: mx.array
+    keys: mx.array
+    values: mx.array
+    sinks: mx.array | None = None
+
+
+class Dialect(Protocol):
+    """Kernels of one kind of device."""
+
+    in_place: bool
+    blocks: int
+    """Blocks that run at once."""
+
+    def decode(
+        self, shape: Shape, plan: mx.array, counts: RowsPlan, queries: mx.array, layer: Layer
+    ) -> mx.array:
+        """Each planned row of queries [T, H, dim] over its keys: [T, H, value dim], other rows
+        undefined.
+        """
+
+    def fetch(
+        self, shape: Shape, plan: mx.array, rows: int, layer: Layer
+    ) -> tuple[mx.array, mx.array]:
+        """The K and V that a piece reads, [KV, rows, dim]; its own rows are put into the pages."""
+
+    def reset(self) -> None:
+        """Forget what a failed step may have left behind."""
+
+
+def takes(dtype: mx.Dtype, key_dim: int, value_dim: int) -> bool:
+    """Whether there are kernels for heads of these sizes."""
+    even = key_dim % 8 == 0 and value_dim % 8 == 0
+    return dtype in DTYPES and even and max(key_dim, value_dim) <= DIM_MAX
+
+
+class StepTables:
+    """A step's plans, each made once and shared by the layers."""
+
+    def __init__(self, dialect: Dialect, metadata: StepMetadata) -> None:
+        self._dialect = dialect
+        self._metadata = metadata
+        long = metadata.rows > SHORT_ROWS_MAX
+        self._short: Longs = np.flatnonzero(~long)
+        self._long: list[int] = np.flatnonzero(long).tolist()
+        self._runs = _runs(metadata, long)
+        self._plans: dict[tuple[int, int], tuple[mx.array, RowsPlan]] = {}
+        self._fetches: dict[tuple[int, int], tuple[mx.array, int, mx.array | str]] = {}
+
+    @property
+    def in_place(self) -> bool:
+        return self._dialect.in_place
+
+    @property
+    def attends(self) -> bool:
+        """Whether all rows of the step can be attended to here; otherwise none is."""
+        return self.in_place or not self._long
+
+    def attend(self, group: int, queries: mx.array, layer: Layer, scale: float) -> mx.array:
+        """Each row of `queries` [T, H, 1, dim] over what its piece may read: [T, H, 1, value dim].
+
+        Writes the step's rows into the pages where the dialect does that in place.
+        """
+        dtype = layer.key_pages.dtype
+        rows = queries.squeeze(2).astype(dtype)
+        shape = shape_of(layer, rows.shape[1], scale)
+        layer = _of_dtype(layer)
+        short = None
+        if len(self._short):
+            plan, counts = self._plan(group, shape)
+            short = self._dialect.decode(shape, plan, counts, rows, layer)
+        if not self._long:
+            assert short is not None
+            out = short
+        else:
+            out = mx.concatenate(
+                [
+                    self._dense(piece, group, shape, rows[begin:end], layer)
+                    if piece is not None
+                    else _part(short, begin, end)
+                    for piece, begin, end in self._runs
+                ]
+            )
+        return out[:, :, None].astype(queries.dtype)
+
+    def _plan(self, group: int, shape: Shape) -> tuple[mx.array, RowsPlan]:
+        key = (group, shape.columns)
+        if key not in self._plans:
+            counts = plan_rows(
+                self._metadata,
+                group,
+                self._short,
+                in_place=self.in_place,
+                columns=shape.columns,
+                blocks=self._dialect.blocks,
+            )
+            self._plans[key] = (mx.array(counts.ints), counts)
+        return self._plans[key]
+
+    def _dense(
+        self, piece: int, group: int, shape: Shape, queries: mx.array, layer: Layer
+    ) -> mx.array:
+        """A piece of many rows, [n, H, dim], over its keys made dense: [n, H, value dim]."""
+        key = (piece, group)
+        if key not in self._fetches:
+            planned = plan_fetch(self._metadata, group, piece)
+            mask = "causal" if planned.mask is None else mx.array(planned.mask)
+            self._fetches[key] = (mx.array(planned.ints), planned.rows, mask)
+        plan, rows, mask = self._fetches[key]
+        keys, values = self._dialect.fetch(shape, plan, rows, layer)
+        out = mx.fast.scaled_dot_product_attention(
+            queries.swapaxes(0, 1)[None],
+            keys[None],
+            values[None],
+            scale=shape.scale,
+            mask=mask,
+            sinks=layer.sinks,
+        )
+        return out[0].swapaxes(0, 1)
+
+
+def shape_of(layer: Layer, heads: int, scale: float) -> Shape:
+    """What a layer's kernels are compiled for."""
+    _, size, kv_heads, key_dim = layer.key_pages.shape
+    value_dim = layer.value_pages.shape[3]
+    return Shape(
+        dtype=layer.key_pages.dtype,
+        block_size=size,
+        kv_heads=kv_heads,
+        shared=heads // kv_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        scale=scale,
+        sinks=layer.sinks is not None,
+    )
+
+
+def _of_dtype(layer: Layer) -> Layer:
+    """The step's rows in the pages' dtype, as they are written."""
+    dtype = layer.key_pages.dtype
+    return Layer(
+        layer.number,
+        layer.key_pages,
+        layer.value_pages,
+        layer.keys.astype(dtype),
+        layer.values.astype(dtype),
+        None if layer.sinks is None else layer.sinks.astype(dtype),
+    )
+
+
+def _runs(metadata: StepMetadata, long: np.ndarray) -> list[tuple[int | None, int, int]]:
+    """The batch's rows in order: each long piece, and the rows between these as (None, ...)."""
+    runs: list[tuple[int | None, int, int]] = []
+    for piece, is_long in enumerate(long.tolist()):
+        begin = int(metadata.first[piece])
+        end = begin + int(metadata.rows[piece])
+        if is_long:
+            runs.append((piece, begin, end))
+        elif runs and runs[-1][0] is None:
+            runs[-1] = (None, runs[-1][1], end)
+        else:
+            runs.append((None, begin, end))
+    return runs
+
+
+def _part(rows: mx.array | None, begin: int, end: int) -> mx.array:
+    assert rows is not None
+    return rows[begin:end]

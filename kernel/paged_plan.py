@@ -1,0 +1,150 @@
+"""Plans of attention through block tables: what paged_source/decode.h is told, as host numpy.
+
+Owns the list of work items (a row's keys, split where rows are few and contexts long), the rows that
+a longer piece fetches, and the layout of both as ints. Reads only the step's metadata. No MLX.
+
+A plan of rows is ITEM_INTS ints an item, then the tables of the pieces:
+
+    table until live_from sink start fresh slot begin end splits first counter
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from attrs import frozen
+
+from statemachine.events import NO_BLOCK
+
+from .metadata import BadBatch, Ints, Longs, StepMetadata
+
+Bools = npt.NDArray[np.bool_]
+
+TILE = 16
+"""Keys that a warp takes at a time; decode.h's TILE."""
+ITEM_INTS = 12
+SPLIT_TILES_MIN = 16
+"""No item is made shorter than that many tiles: a block has to pay for its start and its merge."""
+NOWHERE = 2**31 - 1
+"""A start that no position reaches: all keys are in the pages."""
+
+
+@frozen(eq=False)
+class RowsPlan:
+    """ints: [items * ITEM_INTS + tables]; rows: how many; splits: the most items of a row."""
+
+    ints: Ints
+    items: int
+    rows: int
+    splits: int
+
+
+@frozen(eq=False)
+class FetchPlan:
+    """ints: rows read, sink, low, start, fresh, then the piece's table. rows: how many are read.
+
+    mask: [n, rows], True where a query sees a row; None where that is the causal triangle.
+    """
+
+    ints: Ints
+    rows: int
+    mask: Bools | None
+
+
+def plan_rows(
+    metadata: StepMetadata,
+    group: int,
+    pieces: Longs,
+    *,
+    in_place: bool,
+    columns: int,
+    blocks: int,
+    split_tiles: int | None = None,
+) -> RowsPlan:
+    """Each row of `pieces` as items of about as many tiles.
+
+    in_place: keys of this step are read from the step's own rows, and written by the items.
+    columns: blocks that each item takes; blocks: how many run at once. split_tiles: the most tiles
+    of an item, chosen from these if None. Raises BadBatch where a row read has no block.
+    """
+    counts = metadata.rows[pieces]
+    number = np.repeat(np.arange(len(pieces)), counts)
+    inside = np.arange(len(number)) - np.repeat(np.cumsum(counts) - counts, counts)
+    rows = metadata.first[pieces][number] + inside
+    sink = metadata.geometry.groups[group].sink
+    until = metadata.until[rows].astype(np.int64)
+    live_from = metadata.live_from[group, rows].astype(np.int64)
+    starts = metadata.start[pieces] if in_place else np.full(len(pieces), NOWHERE)
+    tables = _tables(metadata, group, pieces, starts)
+    tiles = _tiles(until, live_from, sink)
+    most = split_tiles or _split_tiles(int(tiles.sum()), columns, blocks)
+    splits = -(-tiles // most)
+    first = np.cumsum(splits) - splits
+    row = np.repeat(np.arange(len(rows)), splits)
+    place = np.arange(len(row)) - first[row]
+    items = np.empty((len(row), ITEM_INTS), np.int32)
+    items[:, 0] = items.size + number[row] * tables.shape[1]
+    items[:, 1] = until[row]
+    items[:, 2] = live_from[row]
+    items[:, 3] = sink
+    items[:, 4] = starts[number[row]]
+    items[:, 5] = (rows - until + 1)[row]
+    last = place == splits[row] - 1
+    items[:, 6] = np.where(last & in_place, metadata.slots[group, rows][row], NO_BLOCK)
+    items[:, 7] = place * tiles[row] // splits[row]
+    items[:, 8] = (place + 1) * tiles[row] // splits[row]
+    items[:, 9] = splits[row]
+    items[:, 10] = first[row]
+    items[:, 11] = row
+    ints = np.concatenate([items.reshape(-1), tables.reshape(-1)])
+    return RowsPlan(ints, len(items), len(rows), int(splits.max()))
+
+
+def plan_fetch(metadata: StepMetadata, group: int, piece: int) -> FetchPlan:
+    """What a piece of many rows reads, its own rows included. BadBatch where one has no block."""
+    first, count = int(metadata.first[piece]), int(metadata.rows[piece])
+    rows = slice(first, first + count)
+    start, end = int(metadata.start[piece]), int(metadata.end[piece])
+    live_from = metadata.live_from[group, rows]
+    low = int(live_from[0])
+    sink = min(metadata.geometry.groups[group].sink, low)
+    table = _tables(metadata, group, np.array([piece]), np.array([start]))[0]
+    read = end - low + sink
+    head = np.array([read, sink, low, start, first - start], np.int32)
+    mask = None
+    if (live_from != low).any():
+        index = np.arange(read)
+        positions = np.where(index < sink, index, index - sink + low)
+        near = (positions >= live_from[:, None]) | (index < sink)
+        mask = near & (positions < metadata.until[rows][:, None])
+    return FetchPlan(np.concatenate([head, table]), read, mask)
+
+
+def _tiles(until: Longs, live_from: Longs, sink: int) -> Longs:
+    """How many tiles hold a key that a row sees: those of the sinks, then those of the rest."""
+    ends = -(-until // TILE)
+    sinks = np.minimum(-(-sink // TILE), ends)
+    tiles: Longs = sinks + np.maximum(0, ends - np.maximum(live_from // TILE, sinks))
+    return tiles
+
+
+def _split_tiles(tiles: int, columns: int, blocks: int) -> int:
+    """The most tiles of an item, so that all items are done in about one go of `blocks`."""
+    return max(SPLIT_TILES_MIN, -(-tiles * columns // blocks))
+
+
+def _tables(metadata: StepMetadata, group: int, pieces: Longs, starts: Longs) -> Ints:
+    """The pieces' tables, [B, W], checked: what is read before `starts` has a block."""
+    table = metadata.tables[group][pieces]
+    size = metadata.geometry.block_size
+    begins = np.arange(table.shape[1]) * size
+    low = metadata.live_from[group, metadata.first[pieces]][:, None]
+    reach = np.minimum(starts, metadata.end[pieces])[:, None]
+    sink = np.minimum(metadata.geometry.groups[group].sink, reach)
+    missing = (table < 0) & (begins < reach) & ((begins + size > low) | (begins < sink))
+    if missing.any():
+        place, block = np.argwhere(missing)[0].tolist()
+        seq = metadata.seqs[int(pieces[place])]
+        where = f"block {block} of sequence {seq}"
+        raise BadBatch(f"group {group} would read {where}, which has none", seq)
+    return table
