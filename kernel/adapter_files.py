@@ -77,7 +77,8 @@ def _scale(folder: Path, data: bytes) -> float:
         raise AdapterError(f"{file} is no JSON object of an adapter: save it again") from error
     if kind != "lora":
         raise AdapterError(
-            f"{file}: an adapter of type {kind!r} cannot be served, only lora: fuse it into the model"
+            f"{file}: an adapter of type {kind!r} cannot be served, only lora: fuse it into the "
+            "model"
         )
     if isinstance(scale, bool) or not isinstance(scale, int | float):
         raise AdapterError(

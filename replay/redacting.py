@@ -85,6 +85,10 @@ class Redactor:
             model=without_folders(record.model),
             device=without_folders(record.device),
             blas=without_folders(record.blas),
+            adapters=tuple(
+                rec.AdapterUsed(self._names.text("adapter", it.name), it.digest)
+                for it in record.adapters
+            ),
         )
 
     def _checkpoint(self, record: Checkpoint) -> Checkpoint:

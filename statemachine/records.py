@@ -83,11 +83,22 @@ class Parameters(Struct, frozen=True, omit_defaults=True):
         )
 
 
+class AdapterUsed(Struct, frozen=True, omit_defaults=True):
+    """An adapter that requests may have. digest: of its files, 128 bits in hex; the first 64 are
+    the version in its requests' namespaces. path: where it was.
+    """
+
+    name: str
+    digest: str
+    path: str = ""
+
+
 class Header(Struct, frozen=True, tag=True, omit_defaults=True):
     """What ran: enough to run it again, and to refuse where that is not the same.
 
     created_ns: wall clock, the only time outside of StepTimed. digests: of weights, tokenizer and
     configuration, by name. policy, capabilities: the scheduler's settings and the model's limits.
+    adapters: those of the start; later ones are in the namespaces of their requests only.
     """
 
     format: int
@@ -108,6 +119,7 @@ class Header(Struct, frozen=True, tag=True, omit_defaults=True):
     segment: int = 0
     redacted: bool = False
     seeds: dict[str, int] = {}
+    adapters: tuple[AdapterUsed, ...] = ()
 
 
 class RequestArrived(Struct, frozen=True, tag=True, omit_defaults=True):
