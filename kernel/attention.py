@@ -20,6 +20,7 @@ from mlx_lm.models import base
 from .caches import HandleMisused, KeyHandle, MaskHandle
 from .context import StepContext
 from .fastmath import EXPONENT_MIN, LOG2E, exp2
+from .paged_attention import Layer
 
 SEAM = "scaled_dot_product_attention"
 ORIGINAL = base.scaled_dot_product_attention
@@ -44,6 +45,10 @@ def dispatch(
         raise HandleMisused(f"layer {layer.layer} brings a mask of its own; pages cannot honour it")
     asked = None if mask is None else mask.window
     context, key_pages, value_pages = layer.read(keys, values, asked)
+    if context.tables is not None and context.tables.attends:
+        assert layer.layer is not None
+        arrays = Layer(layer.layer, key_pages, value_pages, *layer.rows, sinks)
+        return context.tables.attend(layer.group, queries, arrays, scale)
     return attend(context, layer.group, queries, key_pages, value_pages, scale, sinks)
 
 

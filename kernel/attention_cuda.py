@@ -98,7 +98,7 @@ class CudaDialect:
         self, shape: Shape, plan: mx.array, rows: int, layer: Layer
     ) -> tuple[mx.array, mx.array]:
         fours = rows * shape.kv_heads * (shape.key_dim + shape.value_dim) // 4
-        keys, values = _fetch_kernel(shape)(
+        keys, values = _fetch_kernel(shape.of_pages)(
             inputs=[plan, layer.key_pages, layer.value_pages, layer.keys, layer.values],
             grid=(-(-fours // FETCH_THREADS) * FETCH_THREADS, 1, 1),
             threadgroup=(FETCH_THREADS, 1, 1),

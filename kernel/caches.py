@@ -40,6 +40,7 @@ class PagedCache:
         self._context: StepContext | None = None
         self._pages: PageStep | None = None
         self._handles: tuple[KeyHandle, ValueHandle] | None = None
+        self._rows: tuple[mx.array, mx.array] | None = None
         self._offset_reads = 0
         self._updates = 0
         self._rows_updated = 0
@@ -49,15 +50,21 @@ class PagedCache:
     def bind(self, context: StepContext, pages: PageStep) -> None:
         """Start a forward: count from nothing."""
         self._context, self._pages, self._handles = context, pages, None
+        self._rows = None
         self._offset_reads = self._updates = self._rows_updated = self._attends = 0
         self._metadata_used = []
 
     def release(self) -> None:
         """End a forward, failed or not: hold no page array any more."""
-        self._context = self._pages = self._handles = None
+        self._context = self._pages = self._handles = self._rows = None
 
     def used(self, metadata: StepMetadata) -> CacheUse:
-        """What was counted since `bind`; uses of anything but `metadata` are strangers."""
+        """What was counted since `bind`; uses of anything but `metadata` are strangers.
+
+        Raises HandleMisused where rows were left to an attention that never came.
+        """
+        if self._updates and not self._attends and self._in_place:
+            raise HandleMisused(f"layer {self.layer} has rows that nothing attends over")
         return CacheUse(
             offset_reads=self._offset_reads,
             updates=self._updates,
@@ -99,8 +106,9 @@ class PagedCache:
             raise HandleMisused("a cache is written that was not when the model was looked at")
         self._updates += 1
         self._rows_updated += keys.shape[0] * keys.shape[2]
-        where = context.write_index(self.group)
-        pages.write(self.layer, where, keys.squeeze(2), values.squeeze(2))
+        self._rows = (keys.squeeze(2), values.squeeze(2))
+        if not self._in_place:
+            pages.write(self.layer, context.write_index(self.group), *self._rows)
         self._handles = (KeyHandle(self, keys.dtype), ValueHandle(self, values.dtype))
         return self._handles
 
@@ -109,6 +117,18 @@ class PagedCache:
         if self._handles is None:
             raise HandleMisused(f"layer {self.layer} is read before it is written")
         return self._handles
+
+    @property
+    def rows(self) -> tuple[mx.array, mx.array]:
+        """The step's own K and V, [T, heads, dim], as they were made."""
+        assert self._rows is not None
+        return self._rows
+
+    @property
+    def _in_place(self) -> bool:
+        """Whether the attention over rows writes them."""
+        tables = None if self._context is None else self._context.tables
+        return tables is not None and tables.in_place
 
     def read(
         self, keys: object, values: object, asked: int | None = None

@@ -5,12 +5,15 @@ Owns nothing but these arrays. Every index comes from the step's host metadata a
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import mlx.core as mx
 import numpy as np
 
 from .adapters import BASE, Serving
 from .buckets import Bucket, group_rows, output_order
 from .metadata import Ints, Longs, StepMetadata
+from .paged_attention import Dialect, StepTables
 
 
 class StepContext:
@@ -18,8 +21,8 @@ class StepContext:
 
     fed: the tokens of the step's pending rows, [Q], which nobody needs to have read. serving: whose
     the rows are.
-    offset: [T] int32, RoPE positions. tokens: [T] int32. order: [T] or None, from
-    bucket order back to batch order.
+    offset: [T] int32, RoPE positions. tokens: [T] int32. tables: what attends through block
+    tables, where `dialect` has kernels for that.
     """
 
     def __init__(
@@ -28,18 +31,29 @@ class StepContext:
         fed: mx.array | None = None,
         alone: bool = False,
         serving: Serving = BASE,
+        dialect: Dialect | None = None,
     ) -> None:
         self.metadata = metadata
         self.serving = serving
-        self.buckets: tuple[Bucket, ...] = group_rows(metadata, alone)
-        order = output_order(self.buckets)
-        self.order = None if order is None else _index(order)
+        self.tables = None if dialect is None else StepTables(dialect, metadata)
+        self._alone = alone
         self.offset = mx.array(metadata.positions)
         self.tokens = _tokens(metadata, fed)
         self._writes: dict[int, tuple[mx.array, mx.array]] = {}
         self._reads: dict[tuple[int, int, int], mx.array] = {}
         self._biases: dict[tuple[int, int, int], mx.array | None] = {}
         self._rows: dict[int, mx.array] = {}
+
+    @cached_property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """Rows that are gathered for together; see buckets.py."""
+        return group_rows(self.metadata, self._alone)
+
+    @cached_property
+    def order(self) -> mx.array | None:
+        """From bucket order back to batch order, [T]; None where they are the same."""
+        order = output_order(self.buckets)
+        return None if order is None else _index(order)
 
     def write_index(self, group: int) -> tuple[mx.array, mx.array]:
         """Block and row in it of each batch row: two [T]."""

@@ -21,6 +21,7 @@ from .context import StepContext
 from .gathered import GatheredCalls
 from .layout import Layout, as_taken, look, paged_caches
 from .metadata import CacheUse, Longs, StepMetadata, observe
+from .paged_attention import Dialect
 from .pages import PageStep
 from .split import Body, Head, body_and_head, unchanged
 
@@ -52,13 +53,20 @@ class PackedCall:
 class Forward:
     """A model with our caches in place of its own, called as its layout says.
 
-    window_max: no window that a mask names is wider; only a probe narrows them.
+    window_max: no window that a mask names is wider; only a probe narrows them. dialect: kernels
+    that attend through block tables, for models called packed.
     """
 
     def __init__(
-        self, model: Any, layout: Layout | None = None, *, window_max: int = ROWS_MAX
+        self,
+        model: Any,
+        layout: Layout | None = None,
+        *,
+        window_max: int = ROWS_MAX,
+        dialect: Dialect | None = None,
     ) -> None:
         self._layout = layout or look(model)
+        self._dialect = dialect
         self._body: Body = model
         self._head: Head = unchanged
         if self._layout.split:
@@ -79,7 +87,7 @@ class Forward:
         self, metadata: StepMetadata, fed: mx.array | None = None, serving: Serving = BASE
     ) -> StepContext:
         """A step's arrays, its rows grouped as they are called."""
-        return StepContext(metadata, fed, self._layout.way.alone, serving)
+        return StepContext(metadata, fed, self._layout.way.alone, serving, self._dialect)
 
     def run(
         self, context: StepContext, pages: PageStep

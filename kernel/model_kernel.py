@@ -35,6 +35,8 @@ from .layout import Layout, look
 from .masks import Masks
 from .metadata import BadBatch, StepMetadata, build, last_tokens, pending_sources
 from .order import Order
+from .paged_attention import Dialect
+from .paged_choice import choose
 from .pages import Pages, PageStep
 from .sampling import plan_samples, sample
 from .shadow import EDGES, Shadow
@@ -83,7 +85,8 @@ class ModelKernel:
     `geometry` must have the groups of the layout. `sanitize` is the shadow's mode. `masks` knows
     grammars; without it requests that have one cannot be built. `layout` is what a probe found
     (families.family_of); without it one is made here, or, without `check`, the model is called
-    packed unprobed. `adapters` are the model's; without it there are none.
+    packed unprobed. `adapters` are the model's; without it there are none. `dialect`: kernels that
+    read block tables; chosen for the device, and checked, if None.
 
     Raises ModelError where the model is served in no way over pages.
     """
@@ -98,6 +101,7 @@ class ModelKernel:
         check: bool = True,
         layout: Layout | None = None,
         adapters: Adapters | None = None,
+        dialect: Dialect | None = None,
     ) -> None:
         if layout is None:
             layout = _probed(model) if check else look(model)
@@ -110,11 +114,15 @@ class ModelKernel:
         if mx.default_device() == mx.Device(mx.cpu):
             fastmath.install()
             fastmath.turn_weights(model)
-        self._forward = Forward(model, layout)
+        self._tables_off = ""
+        if dialect is None:
+            dialect, self._tables_off = choose(model, layout, geometry.block_size)
+        self._dialect = dialect
+        self._forward = Forward(model, layout, dialect=dialect)
         self._shadow = Shadow(geometry, sanitize)
         self._order = Order()
         self._newest = _Newest()
-        self._pages = Pages(geometry, layout.shapes)
+        self._pages = Pages(geometry, layout.shapes, dialect)
 
     @property
     def geometry(self) -> Geometry:
@@ -124,6 +132,13 @@ class ModelKernel:
     def cannot(self) -> Mapping[str, str]:
         """What no request may ask of it, by the name in Parameters, each with its reason."""
         return lacking(self._masks, self._forward.shows_hidden)
+
+    @property
+    def attention(self) -> str:
+        """How pages are attended to: `tables` or `gather`, with the reason where one is due."""
+        if self._dialect is not None:
+            return "tables"
+        return f"gather: {self._tables_off}" if self._tables_off else "gather"
 
     @property
     def pages_bytes(self) -> int:
@@ -185,6 +200,8 @@ class ModelKernel:
     def reset_pages(self) -> None:
         """Throw the page arrays away, unread, and make new ones."""
         self._pages.reset()
+        if self._dialect is not None:
+            self._dialect.reset()
         self._shadow.reset()
         self._order.reset()
         self._newest = _Newest()

@@ -17,7 +17,7 @@ from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
-from attrs import frozen
+from attrs import evolve, frozen
 
 from .fastmath import LOG2E
 from .metadata import Longs, StepMetadata
@@ -58,6 +58,11 @@ class Shape:
     @property
     def heads_max(self) -> int:
         return 4 if self.dtype == mx.float32 else 8
+
+    @property
+    def of_pages(self) -> Shape:
+        """The part that a fetch depends on."""
+        return evolve(self, shared=1, scale=1.0, sinks=False)
 
     @property
     def name(self) -> str:
@@ -113,7 +118,7 @@ class Dialect(Protocol):
 def takes(dtype: mx.Dtype, key_dim: int, value_dim: int) -> bool:
     """Whether there are kernels for heads of these sizes."""
     even = key_dim % 8 == 0 and value_dim % 8 == 0
-    return dtype in DTYPES and even and max(key_dim, value_dim) <= DIM_MAX
+    return dtype in DTYPES and even and value_dim > 0 and max(key_dim, value_dim) <= DIM_MAX
 
 
 class StepTables:
@@ -215,6 +220,19 @@ def shape_of(layer: Layer, heads: int, scale: float) -> Shape:
         scale=scale,
         sinks=layer.sinks is not None,
     )
+
+
+def put_blocks(dialect: Dialect, layer: Layer, blocks: mx.array) -> None:
+    """Write whole blocks in place: `layer` has their rows, [blocks, block_size, KV, dim]. Waits.
+
+    A fetch of a piece that begins at 0 and has these rows: what it gives back is of no use.
+    """
+    keys, values = (rows.reshape(-1, *rows.shape[2:]) for rows in (layer.keys, layer.values))
+    head = mx.array(np.array([len(keys), 0, 0, 0, 0], np.int32))
+    plan = mx.concatenate([head, blocks.astype(mx.int32)])
+    rows = Layer(layer.number, layer.key_pages, layer.value_pages, keys, values)
+    shape = shape_of(rows, keys.shape[1], 1.0)
+    mx.eval(dialect.fetch(shape, plan, len(keys), rows))
 
 
 def _of_dtype(layer: Layer) -> Layer:

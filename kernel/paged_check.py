@@ -33,18 +33,16 @@ dtype; and float32 products on CUDA keep 10 bits.
 """
 
 
-def disagreement(dialect: Dialect, shapes: Iterable[Shape], groups: Iterable[Group]) -> str:
+def disagreement(dialect: Dialect, asked: Iterable[tuple[Shape, Group]]) -> str:
     """Why these kernels must not be used; empty where they give what the gather gives."""
-    kept = list(groups)
-    for shape in shapes:
-        for number, group in enumerate(kept):
-            try:
-                reason = _compared(dialect, shape, group, number)
-            except Exception as error:  # a kernel that does not compile, say
-                reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
-            dialect.reset()
-            if reason:
-                return f"the kernel {shape.name} is left alone: {reason}"
+    for number, (shape, group) in enumerate(asked):
+        try:
+            reason = _compared(dialect, shape, group, number)
+        except Exception as error:  # a kernel that does not compile, say
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+        dialect.reset()
+        if reason:
+            return f"the kernel {shape.name} is left alone: {reason}"
     return ""
 
 
@@ -74,7 +72,7 @@ def _compared(dialect: Dialect, shape: Shape, group: Group, seed: int) -> str:
     filled = case.filled.copy()
     if not dialect.in_place:
         filled[case.metadata.slots[0]] = True
-    pages = [_poisoned(array, filled) for array in before]
+    pages = (_poisoned(before[0], filled), _poisoned(before[1], filled))
     tables = StepTables(dialect, case.metadata)
     got = tables.attend(
         0, case.queries, Layer(0, *pages, case.keys, case.values, case.sinks), shape.scale
@@ -90,9 +88,7 @@ def _compared(dialect: Dialect, shape: Shape, group: Group, seed: int) -> str:
     return ""
 
 
-def _case(
-    shape: Shape, group: Group, lengths: tuple[tuple[int, int], ...], seed: int
-) -> _Case:
+def _case(shape: Shape, group: Group, lengths: tuple[tuple[int, int], ...], seed: int) -> _Case:
     size = shape.block_size
     covers = [-(-(start + rows) // size) for start, rows in lengths]
     blocks = sum(covers) + 3

@@ -1,7 +1,7 @@
 """Plans of attention through block tables: what paged_source/decode.h is told, as host numpy.
 
-Owns the list of work items (a row's keys, split where rows are few and contexts long), the rows that
-a longer piece fetches, and the layout of both as ints. Reads only the step's metadata. No MLX.
+Owns the list of work items (a row's keys, split where rows are few and contexts long), what a
+longer piece fetches, and the layout of both as ints. Reads only the step's metadata. No MLX.
 
 A plan of rows is ITEM_INTS ints an item, then the tables of the pieces:
 

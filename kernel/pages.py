@@ -20,6 +20,8 @@ from attrs import define, frozen
 from statemachine.events import BlockCopied
 from statemachine.geometry import Geometry
 
+from .paged_attention import Dialect, Layer, put_blocks
+
 
 @frozen
 class LayerShape:
@@ -57,10 +59,16 @@ class PageStep:
 
 
 class Pages:
-    """All page arrays. `begin` a step, build its graph, `commit` it, then evaluate."""
+    """All page arrays. `begin` a step, build its graph, `commit` it, then evaluate.
 
-    def __init__(self, geometry: Geometry, layers: tuple[LayerShape, ...]) -> None:
+    dialect: where it writes in place, arrays stay the same, and a copy of blocks is written so too.
+    """
+
+    def __init__(
+        self, geometry: Geometry, layers: tuple[LayerShape, ...], dialect: Dialect | None = None
+    ) -> None:
         self._geometry = geometry
+        self._in_place = dialect if dialect is not None and dialect.in_place else None
         self._layers = layers
         self._keys: list[mx.array] = []
         self._values: list[mx.array] = []
@@ -111,6 +119,11 @@ class Pages:
                 rows = (step.keys[number][sources], step.values[number][sources])
                 pending.append((number, targets, rows))
         mx.eval([rows for _, _, rows in pending])
+        if self._in_place is not None:
+            for number, targets, rows in pending:
+                arrays = Layer(number, step.keys[number], step.values[number], *rows)
+                put_blocks(self._in_place, arrays, targets)
+            return
         for number, targets, (keys, values) in pending:
             step.keys[number] = _put(step.keys[number], (targets,), keys)
             step.values[number] = _put(step.values[number], (targets,), values)

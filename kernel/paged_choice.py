@@ -1,0 +1,97 @@
+"""Which kernels attend through block tables for a model, on this device.
+
+Owns the choice, made once at load: a device that has a dialect, heads that there are kernels for,
+and no disagreement with the gather on random data. Anything else is served by the gather.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+
+from statemachine.events import Namespace
+from statemachine.geometry import Geometry
+from statemachine.sequence import Sequence
+
+from .attention_cuda import CudaDialect
+from .attention_metal import MetalDialect
+from .batch import Batch, Piece
+from .forward import Forward
+from .layout import Layout
+from .metadata import build
+from .paged_attention import Dialect, Layer, Shape, takes
+from .paged_check import disagreement
+from .paged_plan import RowsPlan
+from .pages import PageStep
+
+
+def choose(model: Any, layout: Layout, block_size: int) -> tuple[Dialect | None, str]:
+    """The dialect to use, or None and why not; no reason where nobody would expect one."""
+    dialect = _of_device()
+    if dialect is None or not layout.way.packed:
+        return None, ""
+    return suited(model, layout, block_size, dialect)
+
+
+def suited(
+    model: Any, layout: Layout, block_size: int, dialect: Dialect
+) -> tuple[Dialect | None, str]:
+    """`dialect` where it serves every layer right, else None and why not."""
+    for number, it in enumerate(layout.shapes):
+        if not takes(it.dtype, it.key_dim, it.value_dim):
+            heads = f"heads of {it.key_dim} and {it.value_dim} in {it.dtype}"
+            return None, f"layer {number} has {heads}, which no kernel reads through block tables"
+    groups = layout.groups(1)
+    asked = [(shape, groups[group]) for shape, group in asked_shapes(model, layout, block_size)]
+    reason = disagreement(dialect, asked)
+    return (None, reason) if reason else (dialect, "")
+
+
+def asked_shapes(model: Any, layout: Layout, block_size: int) -> list[tuple[Shape, int]]:
+    """The kernels that a model's layers ask for, each with its group; nothing is computed."""
+    recorder = _Recorder()
+    geometry = Geometry(block_size=block_size, groups=layout.groups(1))
+    count = len(geometry.groups)
+    sequence = Sequence(0, Namespace(), 0, committed=1, tables=((0,),) * count, starts=(0,) * count)
+    metadata = build(Batch(0, (Piece(sequence, (0,)),)), geometry)
+    pages = PageStep(
+        [mx.zeros((1, block_size, it.kv_heads, it.key_dim), it.dtype) for it in layout.shapes],
+        [mx.zeros((1, block_size, it.kv_heads, it.value_dim), it.dtype) for it in layout.shapes],
+    )
+    forward = Forward(model, layout, dialect=recorder)
+    forward.hidden(forward.context(metadata), pages)
+    asked = [(shape, layout.shapes[number].group) for shape, number in recorder.asked]
+    return list(dict.fromkeys(asked))
+
+
+class _Recorder:
+    """A dialect that only listens."""
+
+    in_place = True
+    blocks = 1
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Shape, int]] = []
+
+    def decode(
+        self, shape: Shape, plan: mx.array, counts: RowsPlan, queries: mx.array, layer: Layer
+    ) -> mx.array:
+        self.asked.append((shape, layer.number))
+        return mx.zeros((*queries.shape[:2], shape.value_dim), shape.dtype)
+
+    def fetch(
+        self, shape: Shape, plan: mx.array, rows: int, layer: Layer
+    ) -> tuple[mx.array, mx.array]:
+        raise AssertionError("a row alone is never fetched for")
+
+    def reset(self) -> None:
+        """Nothing is held."""
+
+
+def _of_device() -> Dialect | None:
+    if mx.default_device() != mx.Device(mx.gpu):
+        return None
+    if mx.cuda.is_available():
+        return CudaDialect()
+    return MetalDialect() if mx.metal.is_available() else None
