@@ -1,4 +1,4 @@
-"""GGUF: one file that holds a model of architecture llama, its tokenizer and its chat template.
+"""GGUF: one file that holds a model, its tokenizer and its chat template.
 
 Owns the names of the format: metadata keys, tensor names, token types. Reads through MLX, which
 hands Q4_0, Q4_1 and Q8_0 tensors over as weight, scales and biases, in groups of 32.
@@ -18,7 +18,7 @@ from attrs import frozen
 
 from .errors import ModelError
 
-ARCHITECTURE = "llama"
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
 GROUP_SIZE = 32
 ROPE_FACTORS = "rope_freqs.weight"
 
@@ -32,6 +32,8 @@ NAMES = {
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
@@ -62,7 +64,7 @@ class GgufModel:
 
 
 def read_gguf(path: Path, dtype: mx.Dtype) -> GgufModel:
-    """Read a GGUF file of architecture llama, its weights as `dtype`.
+    """Read a GGUF file of one of ARCHITECTURES, its weights as `dtype`.
 
     Raises ModelError: not GGUF, cut short, of another architecture, or a field that is missing or
     has no meaning here.
@@ -77,10 +79,10 @@ def read_gguf(path: Path, dtype: mx.Dtype) -> GgufModel:
     tensors, raw = loaded
     metadata = {key: _plain(value) for key, value in raw.items()}
     architecture = metadata.get("general.architecture")
-    if architecture != ARCHITECTURE:
+    if architecture not in ARCHITECTURES:
         raise ModelError(
-            f"{path.name} is a GGUF of architecture {architecture}, and only {ARCHITECTURE} is "
-            "served from GGUF: choose a llama model"
+            f"{path.name} is a GGUF of architecture {architecture}, and only "
+            f"{', '.join(ARCHITECTURES)} are served from GGUF: use the model's Hugging Face folder"
         )
     rope_factors = tensors.pop(ROPE_FACTORS, None)
     weights = _weights(tensors, dtype)
@@ -105,11 +107,11 @@ def _weights(tensors: Mapping[str, mx.array], dtype: mx.Dtype) -> dict[str, mx.a
 
 
 def _rename(name: str) -> str:
-    found = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.weight", name)
+    found = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
     if found is None or found[2] not in NAMES:
         return name
     prefix = f"model.layers.{found[1]}." if found[1] else ""
-    return f"{prefix}{NAMES[found[2]]}.weight"
+    return f"{prefix}{NAMES[found[2]]}.{found[3]}"
 
 
 def _dequantised(name: str, tensors: Mapping[str, mx.array], dtype: mx.Dtype) -> mx.array:
@@ -126,11 +128,12 @@ def _dequantised(name: str, tensors: Mapping[str, mx.array], dtype: mx.Dtype) ->
 
 def _config(path: Path, metadata: Mapping[str, Any], weights: Mapping[str, Any]) -> dict[str, Any]:
     """The model's config.json, had it one."""
+    architecture = metadata["general.architecture"]
 
     def field(key: str, default: Any = None) -> Any:
-        value = metadata.get(f"{ARCHITECTURE}.{key}", default)
+        value = metadata.get(f"{architecture}.{key}", default)
         if value is None:
-            raise ModelError(f"{path.name} lacks the field {ARCHITECTURE}.{key}: convert it again")
+            raise ModelError(f"{path.name} lacks the field {architecture}.{key}: convert it again")
         return value
 
     config: dict[str, Any] = {name: field(key) for name, key in KEYS.items()}
@@ -139,19 +142,19 @@ def _config(path: Path, metadata: Mapping[str, Any], weights: Mapping[str, Any])
     if field("rope.dimension_count", head_dim) != head_dim or field("expert_count", 0):
         raise ModelError(
             f"{path.name} has experts or rotates a part of each head, which is not served from "
-            "GGUF: use a plain llama model"
+            "GGUF: use the model's Hugging Face folder"
         )
     embedding = weights.get("model.embed_tokens.weight")
     if embedding is None:
         raise ModelError(f"{path.name} has no tensor token_embd.weight: fetch or convert it again")
     return config | {
-        "model_type": ARCHITECTURE,
+        "model_type": architecture,
         "num_key_value_heads": field("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "vocab_size": embedding.shape[0],
         "rope_theta": field("rope.freq_base", 10000.0),
-        # Rows of q and k are stored so that neighbours rotate together.
-        "rope_traditional": True,
+        # Rows of llama's q and k are stored so that neighbours rotate together; others' are not.
+        "rope_traditional": architecture == "llama",
         "rope_scaling": _rope_scaling(path, field),
         "tie_word_embeddings": "lm_head.weight" not in weights,
     }

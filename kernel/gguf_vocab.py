@@ -22,9 +22,12 @@ LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# The pattern of Qwen 2's and 3's tokenizer.json: the same, but for single digits.
+QWEN2_PATTERN = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
 GPT2_NAMES = ("gpt-2", "gpt2", "default", "")
 SMOLLM_NAMES = ("smollm",)
 LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3")
+QWEN2_NAMES = ("qwen2",)
 
 END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 NAMED_KEYS = {
@@ -83,7 +86,8 @@ def _check_sizes(fields: Mapping[str, Any], num_tokens: int) -> None:
 
 def _byte_level(fields: Mapping[str, Any], tokens: Sequence[str]) -> tokenizers.Tokenizer:
     merges = [tuple(merge.split(" ", 1)) for merge in fields.get("merges", ())]
-    split, ignore_merges = _pre_tokenizer(str(fields.get("pre", "")))
+    name = str(fields.get("pre", ""))
+    split, ignore_merges = _pre_tokenizer(name)
     vocabulary = {token: index for index, token in enumerate(tokens)}
     try:
         model = models.BPE(vocab=vocabulary, merges=merges, ignore_merges=ignore_merges)
@@ -93,6 +97,8 @@ def _byte_level(fields: Mapping[str, Any], tokens: Sequence[str]) -> tokenizers.
         ) from error
     core = tokenizers.Tokenizer(model)
     core.pre_tokenizer = split
+    if name in QWEN2_NAMES:
+        core.normalizer = normalizers.NFC()
     core.decoder = decoders.ByteLevel()
     return core
 
@@ -106,13 +112,20 @@ def _pre_tokenizer(name: str) -> tuple[pre_tokenizers.PreTokenizer, bool]:
         digits = pre_tokenizers.Digits(individual_digits=True)
         return pre_tokenizers.Sequence([digits, gpt2]), False
     if name in LLAMA3_NAMES:
-        pattern = pre_tokenizers.Split(Regex(LLAMA3_PATTERN), behavior="isolated")
-        plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        return pre_tokenizers.Sequence([pattern, plain]), True
+        return _isolated(LLAMA3_PATTERN), True
+    if name in QWEN2_NAMES:
+        return _isolated(QWEN2_PATTERN), False
     raise TokenizerError(
         f"the GGUF file's pre-tokenizer {name!r} is not known, and guessing would give other "
         "tokens: use the model's Hugging Face folder"
     )
+
+
+def _isolated(pattern: str) -> pre_tokenizers.PreTokenizer:
+    """Bytes of what a pattern cuts out."""
+    words = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+    plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([words, plain])
 
 
 def _sentencepiece(fields: Mapping[str, Any], tokens: Sequence[str]) -> tokenizers.Tokenizer:

@@ -1,7 +1,9 @@
 """Hugging Face folders: config.json, safetensors, tokenizer.json.
 
-Owns the checks that come before a load: fields of the config, headers of the safetensors files.
-The load itself is mlx-lm's, quantised folders included. Never runs code that a folder brings.
+Owns the checks that come before a load: fields of the config, names, shapes and types in the
+headers of the safetensors files. The load itself is mlx-lm's, quantised folders included, and it
+reads headers only: what a tensor holds is read when it is computed. Never runs code that a folder
+brings.
 """
 
 from __future__ import annotations
@@ -9,22 +11,23 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 from attrs import frozen
 from mlx_lm.models import llama
-from mlx_lm.utils import _get_classes, dequantize_model, load_config
+from mlx_lm.utils import _get_classes, load_config
 from mlx_lm.utils import load_model as load_weights
 from safetensors import SafetensorError, safe_open
 
 from .errors import ModelError, TokenizerError
-from .tensors import Shape, compare_shapes, parameter_shapes
+from .tensors import compare, parameters
 from .tokenizer import Tokenizer
 
 LLAMA_TYPES = ("llama", "mistral")
-"""Built by `build_llama`; their headers are compared with the config before anything is read."""
+"""Their config.json is as Hugging Face writes it, so that what it lacks can be said."""
 REQUIRED_FIELDS = (
     "hidden_size",
     "num_hidden_layers",
@@ -35,7 +38,6 @@ REQUIRED_FIELDS = (
     "max_position_embeddings",
 )
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
-QUANTISED_SUFFIXES = (".scales", ".biases")
 
 
 @frozen
@@ -49,8 +51,8 @@ class Folder:
     tokenizer_files: list[Path]
 
 
-def read_folder(path: Path, *, dequantise: bool) -> Folder:
-    """Load a folder whose model_type mlx-lm knows.
+def read_folder(path: Path) -> Folder:
+    """Load a folder whose model_type mlx-lm knows; quantised weights stay so.
 
     Raises ModelError or TokenizerError: a file or field is missing or damaged, tensors are
     missing, left over or of another shape.
@@ -63,20 +65,17 @@ def read_folder(path: Path, *, dequantise: bool) -> Folder:
             f"{path} holds no model*.safetensors: convert the model to safetensors, or give a "
             ".gguf file"
         )
-    shapes = _headers(path, weight_files)
-    if config["model_type"] in LLAMA_TYPES:
-        config.setdefault("tie_word_embeddings", "lm_head.weight" not in shapes)
-        _check_shapes(path, config, shapes)
-    else:
-        # Other modules' sanitize computes with the tensors, so mlx-lm compares names as it loads.
-        _checked_model(path, config)
+    names = _headers(path, weight_files)
+    if "lm_head.weight" in names or config.get("model_type") in LLAMA_TYPES:
+        config.setdefault("tie_word_embeddings", "lm_head.weight" not in names)
+    _checked_model(path, config)
     try:
-        model, config = load_weights(path, lazy=True, model_config=config)
+        model, config = load_weights(
+            path, lazy=True, model_config=config, get_model_classes=partial(_checking, path)
+        )
     except (ValueError, KeyError, OSError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ModelError(f"{path} cannot be loaded: {reason}") from error
-    if dequantise and config.get("quantization"):
-        model = dequantize_model(model)
     return Folder(model, config, tokenizer, weight_files, tokenizer_files)
 
 
@@ -97,6 +96,31 @@ def build_model(config: Mapping[str, Any]) -> Any:
             f"model_type {kind!r} is no architecture that mlx-lm has: choose another model"
         ) from error
     return module(arguments.from_dict(dict(config)))
+
+
+def _checking(path: Path, config: dict[str, Any]) -> tuple[Any, Any]:
+    """mlx-lm's classes for a config, of a model that compares what it is given with what it wants.
+
+    By then mlx-lm has renamed the tensors and quantised the layers whose scales are there.
+    """
+    module, arguments = _get_classes(config)
+
+    def make(*given: Any) -> Any:
+        model = module(*given)
+        load = model.load_weights
+
+        def checked(weights: list[tuple[str, Any]], strict: bool = True) -> Any:
+            if complaint := compare(dict(parameters(model)), dict(weights)):
+                raise ModelError(
+                    f"the safetensors in {path} do not match its config.json: {complaint}"
+                )
+            del model.load_weights
+            return load(weights, strict=strict)
+
+        model.load_weights = checked
+        return model
+
+    return make, arguments
 
 
 def build_llama(config: Mapping[str, Any]) -> Any:
@@ -135,21 +159,20 @@ def _config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _headers(path: Path, files: list[Path]) -> dict[str, Shape]:
-    """Names and shapes of all tensors, without reading them."""
+def _headers(path: Path, files: list[Path]) -> set[str]:
+    """Names of all tensors, without reading them."""
     index = path / "model.safetensors.index.json"
     shards = set(_read_json(index).get("weight_map", {}).values()) if index.is_file() else set()
     if absent := sorted(shards - {file.name for file in files}):
         raise ModelError(f"{path} lacks {', '.join(absent)}, named in {index.name}: fetch it again")
-    shapes: dict[str, Shape] = {}
+    names: set[str] = set()
     for file in files:
         try:
             with safe_open(file, framework="numpy") as opened:
-                for name in opened.keys():  # noqa: SIM118 - not a mapping, it only has keys()
-                    shapes[name] = tuple(opened.get_slice(name).get_shape())
+                names.update(opened.keys())
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{file} is damaged ({error}): fetch it again") from error
-    return shapes
+    return names
 
 
 def _checked_model(path: Path, config: Mapping[str, Any]) -> Any:
@@ -161,21 +184,6 @@ def _checked_model(path: Path, config: Mapping[str, Any]) -> Any:
     except Exception as error:  # whatever a module does with a value that makes no sense
         reason = str(error) or type(error).__name__
         raise ModelError(f"{path / 'config.json'} makes no model: {reason}") from error
-
-
-def _check_shapes(path: Path, config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> None:
-    """Compare headers with what the config asks for; nothing of the model is computed."""
-    model = _checked_model(path, config)
-    wanted = parameter_shapes(model)
-    found = dict(model.sanitize(shapes))
-    for name in [name for name in found if name.endswith(QUANTISED_SUFFIXES)]:
-        # Packed columns say nothing about the shape, so of a quantised tensor only rows are held.
-        weight = f"{name.rpartition('.')[0]}.weight"
-        if weight in wanted and weight in found and found[weight][0] == wanted[weight][0]:
-            found[weight] = wanted[weight]
-        del found[name]
-    if complaint := compare_shapes(wanted, found):
-        raise ModelError(f"the safetensors in {path} do not match its config.json: {complaint}")
 
 
 def read_tokenizer(path: Path) -> tuple[Tokenizer, list[Path]]:

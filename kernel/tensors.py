@@ -1,6 +1,6 @@
 """Tensors: what a checkpoint must hold, compared with what it does hold; digests of its files.
 
-Knows names and shapes only, computes nothing, and reads files only to digest them.
+Knows names, shapes and types only, computes nothing, and reads files only to digest them.
 """
 
 from __future__ import annotations
@@ -10,18 +10,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import xxhash
 from mlx.utils import tree_flatten
 
-Shape = tuple[int, ...]
-
 SHOWN_MAX = 3
 CHUNK_BYTES = 1 << 24
-
-
-def parameter_shapes(model: Any) -> dict[str, Shape]:
-    """Name and shape of each of a module's parameters, which need not have been computed."""
-    return {name: tuple(array.shape) for name, array in parameters(model)}
 
 
 def parameters(model: Any) -> list[tuple[str, Any]]:
@@ -30,14 +24,23 @@ def parameters(model: Any) -> list[tuple[str, Any]]:
     return list(flat)
 
 
-def compare_shapes(wanted: Mapping[str, Shape], found: Mapping[str, Shape]) -> str:
-    """What differs, as the end of a sentence; empty where nothing does."""
+def compare(wanted: Mapping[str, mx.array], found: Mapping[str, mx.array]) -> str:
+    """What differs, as the end of a sentence; empty where nothing does.
+
+    Any float type will do where a float is wanted; what is packed must be of the very type.
+    """
     missing = sorted(wanted.keys() - found.keys())
     left_over = sorted(found.keys() - wanted.keys())
+    common = sorted(wanted.keys() & found.keys())
     wrong = [
-        f"{name} is {list(found[name])}, not {list(wanted[name])}"
-        for name in sorted(wanted.keys() & found.keys())
-        if wanted[name] != found[name]
+        f"{name} is {list(found[name].shape)}, not {list(wanted[name].shape)}"
+        for name in common
+        if wanted[name].shape != found[name].shape
+    ]
+    unlike = [
+        f"{name} is {_type(found[name])}, not {_type(wanted[name])}"
+        for name in common
+        if _type(wanted[name]) != _type(found[name])
     ]
     parts = [
         f"{what}: {_shown(names)}"
@@ -45,10 +48,15 @@ def compare_shapes(wanted: Mapping[str, Shape], found: Mapping[str, Shape]) -> s
             ("missing tensors", missing),
             ("left-over tensors", left_over),
             ("tensors of another shape", wrong),
+            ("tensors of another type", unlike),
         )
         if names
     ]
     return "; ".join(parts)
+
+
+def _type(array: mx.array) -> str:
+    return "float" if mx.issubdtype(array.dtype, mx.floating) else str(array.dtype)
 
 
 def _shown(names: list[str]) -> str:

@@ -1,25 +1,27 @@
 """Weights: a path or a name to a model that can run, with its tokenizer and digests.
 
 Owns the way from files to an mlx-lm module in memory; `gguf` and `hf` know the formats. On the CPU
-weights are float32, since MLX multiplies narrower and quantised ones many times slower there; on a
-GPU they keep their type. Never downloads anything but the bundled model.
+weights are float32 where memory holds them so: MLX multiplies narrower and quantised ones many
+times slower there. On a GPU they keep their type. Never downloads anything but the bundled model.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 from attrs import evolve, frozen
+from mlx_lm.utils import dequantize_model, get_total_parameters
 
 from .bundled import BUNDLED, Progress, bundled_model
 from .errors import ModelError
 from .gguf import GgufModel, read_gguf
 from .gguf_vocab import tokenizer_from_gguf
-from .hf import build_llama, read_folder, read_tokenizer
-from .tensors import compare_shapes, digest_files, digest_json, parameter_shapes, parameters
+from .hf import build_model, read_folder, read_tokenizer
+from .tensors import compare, digest_files, digest_json, parameters
 from .tokenizer import Tokenizer
 
 CONTEXT_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length")
@@ -64,7 +66,7 @@ def load_model(path_or_name: str, *, progress: Progress | None = None) -> Loaded
     if path_or_name not in BUNDLED:
         name = path.resolve().name.removesuffix(".gguf")
     tell(f"loading {name}")
-    return _from_folder(path, name) if path.is_dir() else _from_gguf(path, name)
+    return _from_folder(path, name, tell) if path.is_dir() else _from_gguf(path, name)
 
 
 def load_tokenizer(path_or_name: str) -> tuple[Tokenizer, str]:
@@ -101,7 +103,7 @@ def on_cpu() -> bool:
 
 def _from_gguf(path: Path, name: str) -> LoadedModel:
     held = read_gguf(path, mx.float32 if on_cpu() else mx.float16)
-    model = build_llama(held.config)
+    model = build_model(held.config)
     _check_tensors(path, model, held.weights)
     if held.rope_factors is not None:
         _stretch_rope(path, model, held)
@@ -120,16 +122,35 @@ def _digest_vocab(metadata: Mapping[str, Any]) -> str:
     return digest_json({k: v for k, v in metadata.items() if k.startswith("tokenizer.")})
 
 
-def _from_folder(path: Path, name: str) -> LoadedModel:
-    folder = read_folder(path, dequantise=on_cpu())
-    if on_cpu():
-        folder.model.set_dtype(mx.float32)
+def _from_folder(path: Path, name: str, tell: Progress) -> LoadedModel:
+    folder = read_folder(path)
+    model = _widened(folder.model, tell) if on_cpu() else folder.model
     digests = {
         "weights": digest_files(folder.weight_files),
         "tokenizer": digest_files(folder.tokenizer_files),
         "config": digest_json(folder.config),
     }
-    return _loaded(folder.model, folder.config, folder.tokenizer, name, digests)
+    return _loaded(model, folder.config, folder.tokenizer, name, digests)
+
+
+def _widened(model: Any, tell: Progress) -> Any:
+    """The model in float32, as far as memory allows."""
+    total: int = get_total_parameters(model)  # type: ignore[no-untyped-call]
+    bytes_needed, memory = 4 * total, memory_bytes()
+    if bytes_needed > memory:
+        tell(
+            f"its weights take {bytes_needed / 2**30:.1f} GiB in float32, and this machine has "
+            f"{memory / 2**30:.1f} GiB: they stay as they are, which is many times slower here"
+        )
+        return model
+    model = dequantize_model(model)
+    model.set_dtype(mx.float32)
+    return model
+
+
+def memory_bytes() -> int:
+    """Memory of this machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _loaded(
@@ -167,9 +188,7 @@ def _field(config: Mapping[str, Any], names: tuple[str, ...], otherwise: int) ->
 
 def _check_tensors(path: Path, model: Any, weights: Mapping[str, mx.array]) -> None:
     """Raise ModelError where names or shapes are not those that the config asks for."""
-    wanted = parameter_shapes(model)
-    found = {key: tuple(array.shape) for key, array in weights.items()}
-    if complaint := compare_shapes(wanted, found):
+    if complaint := compare(dict(parameters(model)), weights):
         raise ModelError(f"{path.name} does not match its own metadata: {complaint}")
 
 

@@ -215,8 +215,7 @@ def test_a_folder_of_another_architecture_with_a_tensor_missing_is_refused(tmp_p
     weights = family_weights(config)
     del weights["model.layers.1.mlp.up_proj.weight"]
     text = refusal(tiny.write_folder(tmp_path, config, weights))
-    assert "cannot be loaded" in text
-    assert "model.layers.1.mlp.up_proj.weight" in text
+    assert text.endswith("config.json: missing tensors: model.layers.1.mlp.up_proj.weight")
 
 
 @pytest.mark.parametrize(("name", "context"), [("exaone4", 512), ("mistral3", 512)])
@@ -308,7 +307,10 @@ def test_rope_factors_of_a_gguf_are_the_llama3_scaling_of_the_folder(tmp_path: P
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"general.architecture": "qwen3"}, "is a GGUF of architecture qwen3, and only llama"),
+        (
+            {"general.architecture": "phi3"},
+            "of architecture phi3, and only llama, qwen2, qwen3 are",
+        ),
         ({"llama.block_count": None}, "lacks the field llama.block_count"),
         ({"llama.rope.scaling.type": "yarn"}, "scales its positions by 'yarn'"),
         ({"llama.expert_count": 8}, "has experts"),

@@ -38,6 +38,8 @@ GGUF_NAMES = {
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
@@ -117,16 +119,20 @@ def write_folder(
 
 def gguf_metadata(config: dict[str, Any]) -> dict[str, Any]:
     """The fields that a converter would write for `config` and `byte_tokenizer`."""
-    return {
-        "general.architecture": "llama",
-        "llama.embedding_length": config["hidden_size"],
-        "llama.block_count": config["num_hidden_layers"],
-        "llama.feed_forward_length": config["intermediate_size"],
-        "llama.attention.head_count": config["num_attention_heads"],
-        "llama.attention.head_count_kv": config["num_key_value_heads"],
-        "llama.attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
-        "llama.context_length": config["max_position_embeddings"],
-        "llama.rope.freq_base": float(config["rope_theta"]),
+    kind = config["model_type"]
+    key_length = (
+        {f"{kind}.attention.key_length": config["head_dim"]} if "head_dim" in config else {}
+    )
+    return key_length | {
+        "general.architecture": kind,
+        f"{kind}.embedding_length": config["hidden_size"],
+        f"{kind}.block_count": config["num_hidden_layers"],
+        f"{kind}.feed_forward_length": config["intermediate_size"],
+        f"{kind}.attention.head_count": config["num_attention_heads"],
+        f"{kind}.attention.head_count_kv": config["num_key_value_heads"],
+        f"{kind}.attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
+        f"{kind}.context_length": config["max_position_embeddings"],
+        f"{kind}.rope.freq_base": float(config["rope_theta"]),
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "smollm",
         "tokenizer.ggml.tokens": [*SPECIAL, *ALPHABET],
@@ -138,20 +144,22 @@ def gguf_metadata(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def gguf_tensors(config: dict[str, Any], weights: dict[str, mx.array]) -> dict[str, np.ndarray]:
-    """Weights by GGUF's names, the rows of q and k in GGUF's order."""
+    """Weights by GGUF's names, the rows of llama's q and k in GGUF's order."""
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    if config["model_type"] != "llama":
+        heads = {}
     tensors = {}
     for name, array in weights.items():
-        stem = name.removesuffix(".weight")
+        stem, _, part = name.rpartition(".")
         values = np.array(array)
         if (kind := stem.rpartition(".")[2]) in heads:
             rows = values.reshape(heads[kind], 2, -1, values.shape[-1])
             values = rows.swapaxes(1, 2).reshape(values.shape)
         if stem.startswith("model.layers."):
             _, _, layer, inner = stem.split(".", 3)
-            tensors[f"blk.{layer}.{GGUF_NAMES[inner]}.weight"] = values
+            tensors[f"blk.{layer}.{GGUF_NAMES[inner]}.{part}"] = values
         else:
-            tensors[f"{GGUF_NAMES[stem]}.weight"] = values
+            tensors[f"{GGUF_NAMES[stem]}.{part}"] = values
     return tensors
 
 
