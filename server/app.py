@@ -23,6 +23,7 @@ from .layers import layered
 from .logs import note
 from .metrics import Counted, Metrics
 from .openapi import openapi
+from .route_adapters import load_lora_adapter, unload_lora_adapter
 from .route_chat import chat_completions
 from .route_completions import completions
 from .route_embeddings import embeddings
@@ -46,6 +47,8 @@ ROUTES = [
     Route("/v1/messages", messages, methods=["POST"]),
     Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
     Route("/v1/embeddings", embeddings, methods=["POST"]),
+    Route("/v1/load_lora_adapter", load_lora_adapter, methods=["POST"]),
+    Route("/v1/unload_lora_adapter", unload_lora_adapter, methods=["POST"]),
     Route("/tokenize", tokenize, methods=["POST"]),
     Route("/detokenize", detokenize, methods=["POST"]),
     Route("/tokenizer_info", tokenizer_info),

@@ -40,7 +40,8 @@ class Ask(Struct, frozen=True):
     NO_LIMIT and end_tokens are the desk's to put in. n: answers to each prompt. splitter: makes
     what tells an answer's content from reasoning and tool calls, one for each answer. prompt_param:
     the field that a refusal of a prompt names. external_id: the response's id, which goes on tape;
-    of answer k > 0 "/k" is added.
+    of answer k > 0 "/k" is added. model: as the body names it; an adapter's becomes part of the
+    namespace at the desk.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -51,6 +52,7 @@ class Ask(Struct, frozen=True):
     splitter: Callable[[], Splitter] = PlainSplitter
     prompt_param: str = "messages"
     ignore_eos: bool = False
+    model: str | None = None
 
 
 def submissions_of(

@@ -19,8 +19,9 @@ from msgspec import structs
 from kernel.blas import load_blas
 from kernel.tokenizer import Detokenizer, Tokenizer
 from statemachine.geometry import Geometry
-from statemachine.records import FORMAT, Header
+from statemachine.records import FORMAT, AdapterUsed, Header
 
+from .adapters import Shelf, named_path
 from .admission import check_pool
 from .capture import CaptureWriter
 from .engine import Engine
@@ -29,6 +30,7 @@ from .policy import Policy
 from .settings import Settings, SettingsError
 
 if TYPE_CHECKING:
+    from kernel.adapters import Adapters
     from kernel.batch import Kernel
     from kernel.pages import LayerShape
     from kernel.weights import LoadedModel
@@ -73,12 +75,14 @@ def _make(
     blas = load_blas()  # before the first import of mlx
     import mlx.core as mx
 
+    from kernel.adapters import Adapters
     from kernel.families import capabilities_of
     from kernel.weights import load_model
 
     loaded = load_model(settings.model, progress=progress)
     tell = progress or (lambda _: None)
-    pool, make = _kernel_of(settings, loaded, tell)
+    adapters = Adapters(loaded.model, loaded.turned_head_dim)
+    pool, make = _kernel_of(settings, loaded, adapters, tell)
     flags = capabilities_of(pool.groups).as_flags()
     policy = suited(settings.policy(loaded.context_tokens), flags)
     try:
@@ -86,6 +90,11 @@ def _make(
     except ValueError as error:
         raise SettingsError(str(error)) from None
     kernel = make()
+    shelf = Shelf(adapters)
+    for text in settings.adapter:
+        adapter, folder = named_path(text)
+        tell(f"loading adapter {adapter}")
+        shelf.load(adapter, folder)
     tokenizer = loaded.tokenizer
     name = mx.device_info().get("device_name", platform.machine())
     device = f"{mx.default_device().type.name}: {name}"
@@ -93,16 +102,17 @@ def _make(
         kernel=kernel,
         policy=policy,
         capture=capture,
-        header=_header(settings, loaded, kernel.geometry, policy, flags, device, blas),
+        header=_header(settings, loaded, shelf, kernel.geometry, policy, flags, device, blas),
         decoder=lambda: Detokenizer(tokenizer),
         vocab_size=loaded.vocab_size,
         on_divergence=settings.on_divergence,
+        shelf=shelf,
     )
     return parts, tokenizer
 
 
 def _kernel_of(
-    settings: Settings, loaded: LoadedModel, tell: Progress
+    settings: Settings, loaded: LoadedModel, adapters: Adapters, tell: Progress
 ) -> tuple[Geometry, Callable[[], Kernel]]:
     """What serves a model: its geometry, and what makes its kernel once the settings suit it."""
     from kernel.families import family_of, owned_groups
@@ -121,7 +131,12 @@ def _kernel_of(
             tell(f"making a pool of {blocks} blocks of {size} tokens")
             masks = Grammars(loaded.tokenizer)
             return ModelKernel(
-                loaded.model, pool, sanitize=settings.sanitize, masks=masks, layout=layout
+                loaded.model,
+                pool,
+                sanitize=settings.sanitize,
+                masks=masks,
+                layout=layout,
+                adapters=adapters,
             )
 
         return pool, over_pages
@@ -133,7 +148,8 @@ def _kernel_of(
 
     def over_its_own_caches() -> Kernel:
         tell(f"{family.reason}: requests run one after the other, and share no prefixes")
-        return ModelOwnedKernel(loaded.model, pool, masks=Grammars(loaded.tokenizer))
+        masks = Grammars(loaded.tokenizer)
+        return ModelOwnedKernel(loaded.model, pool, masks=masks, adapters=adapters)
 
     return pool, over_its_own_caches
 
@@ -198,6 +214,7 @@ def memory_bytes() -> int:
 def _header(
     settings: Settings,
     loaded: LoadedModel,
+    shelf: Shelf,
     geometry: Geometry,
     policy: Policy,
     flags: Flags,
@@ -218,4 +235,5 @@ def _header(
         sanitize=settings.sanitize if any(it.paged for it in geometry.groups) else OFF,
         context_tokens=policy.context_tokens,
         layers=loaded.layers,
+        adapters=tuple(AdapterUsed(it.name, it.digest, it.path) for it in shelf.offered.values()),
     )

@@ -41,6 +41,7 @@ def ask_of_chat(request: ChatRequest, tokenizer: Tokenizer, external_id: str) ->
         namespace=request.namespace,
         splitter=prompt.splitter,
         ignore_eos=bool(request.ignore_eos),
+        model=request.model,
     )
 
 

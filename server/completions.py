@@ -31,4 +31,5 @@ def ask_of_completion(request: CompletionRequest, tokenizer: Tokenizer, external
         namespace=request.namespace,
         prompt_param="prompt",
         ignore_eos=bool(request.ignore_eos),
+        model=request.model,
     )

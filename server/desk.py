@@ -19,6 +19,7 @@ from msgspec import structs
 from kernel.tokenizer import Tokenizer
 
 from . import wire
+from .adapters import MODEL_NOT_FOUND, base_name
 from .asking import ANSWERS_MAX, Ask, submissions_of
 from .pace import Pace
 from .settings import Settings
@@ -54,16 +55,38 @@ class Desk:
         self._answers: set[Answer] = set()
         self._idle = asyncio.Event()
 
-    def check_model(self, name: str | None) -> None:
-        """Raise ApiError (404) unless `name` is the model's name, or the last part of it."""
-        if name is None or name in (self.model.id, self.model.id.rstrip("/").rsplit("/", 1)[-1]):
-            return
+    @property
+    def models(self) -> list[wire.Model]:
+        """What requests may name: the model, then its adapters."""
+        base = self.model
+        adapters = (structs.replace(base, id=it, parent=base.id) for it in self.engine.adapters)
+        return [base, *adapters]
+
+    def check_model(self, name: str | None) -> wire.Model:
+        """What a name stands for. Raises ApiError (404)."""
+        models = self.models
+        if name is None or name == base_name(self.model.id):
+            return self.model
+        for model in models:
+            if name == model.id:
+                return model
+        known = " and ".join(repr(model.id) for model in models)
         raise ApiError(
-            f"The model {name!r} does not exist here; this server has {self.model.id!r}.",
+            f"The model {name!r} does not exist here; this server has {known}.",
             status=404,
             param="model",
-            code="model_not_found",
+            code=MODEL_NOT_FOUND,
         )
+
+    def _named(self, ask: Ask) -> Ask:
+        """An Ask of what its model's name stands for. Raises ApiError (404)."""
+        model = self.check_model(ask.model)
+        adapter = self.engine.adapters.get(model.id) if model.parent else None
+        if adapter is None:
+            return structs.replace(ask, model=self.model.id)
+        name, version = adapter.key
+        space = structs.replace(ask.namespace, adapter=name, version=version)
+        return structs.replace(ask, model=name, namespace=space)
 
     async def aside(
         self, bytes_read: int, work: Callable[..., Made], *arguments: Any, slow: bool = False
@@ -82,6 +105,7 @@ class Desk:
         """
         if self.closing or not self.engine.healthy:
             raise unavailable(self.closing)
+        ask = self._named(ask)
         submissions = submissions_of(
             ask,
             context_tokens=self.engine.context_tokens,
@@ -142,12 +166,15 @@ def _close(answers: list[Answer]) -> None:
 
 
 def _refusal(refusal: RequestRefused, prompt_param: str) -> ApiError:
-    """400 for what can never be served, 429 for what may be sent again later."""
+    """400 for what can never be served, 404 for a model that has gone, 429 for what may be sent
+    again later.
+    """
     later = refusal.code == RATE_LIMITED
+    missing = refusal.code == MODEL_NOT_FOUND
     param = prompt_param if refusal.param == "messages" else refusal.param
     return ApiError(
         str(refusal),
-        status=429 if later else 400,
+        status=429 if later else 404 if missing else 400,
         kind="rate_limit_error" if later else "invalid_request_error",
         param=param or None,
         code=refusal.code or None,

@@ -2,8 +2,9 @@
 
 Owns the thread, the inbox and the ids of requests. `submit` and `cancel` put inputs into the inbox
 and wake the thread, which sleeps on a condition while there is nothing to do; sinks are called on
-the thread. What a step does is loop.py's business. The thread never dies silently: whatever ends it
-ends every request with an error, and makes later submissions raise.
+the thread. Adapters come and go by errands, which the thread runs between two steps while their
+caller waits. What a step does is loop.py's business. The thread never dies silently: whatever ends
+it ends every request with an error, and makes later submissions raise.
 """
 
 from __future__ import annotations
@@ -12,13 +13,17 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 import structlog
 from msgspec import Struct
 
+from statemachine.events import Namespace
 from statemachine.geometry import Geometry
 from statemachine.records import FlushRequested, Header, RequestArrived, RequestCancelled
 
+from .adapters import Adapter, Shelf
 from .admission import capacity_tokens, check_pool, refuse
 from .counters import Counters
 from .loop import Arrival, Input, Loop, Parts
@@ -36,7 +41,19 @@ from .view import View
 
 log = structlog.get_logger()
 
+Made = TypeVar("Made")
+
+Errand = tuple[Callable[[], Any], Future[Any]]
+"""What to do on the engine's thread, and who waits for it."""
+
 STOPPED = "the server was stopped before this answer was complete"
+
+
+def _run_errand(work: Callable[[], Any], future: Future[Any]) -> None:
+    try:
+        future.set_result(work())
+    except Exception as error:
+        future.set_exception(error)
 
 
 class QueueFull(RequestRefused):
@@ -57,6 +74,7 @@ class _Limits(Struct, frozen=True):
     vocab_size: int
     identity: str
     cannot: Mapping[str, str]
+    shelf: Shelf
 
 
 def _identity(header: Header | None) -> str:
@@ -88,6 +106,7 @@ class Engine:
         self._waiting_max = waiting_max
         self._wake = threading.Condition()
         self._inbox: list[Input] = []
+        self._errands: list[Errand] = []
         self._next_request = 0
         self._stopping = False
         self._ended = False
@@ -114,14 +133,23 @@ class Engine:
         check_pool(parts.kernel.geometry, parts.policy)
         geometry, identity = parts.kernel.geometry, _identity(parts.header)
         cannot = parts.kernel.cannot
-        self._limits = _Limits(geometry, parts.policy, parts.vocab_size, identity, cannot)
+        self._limits = _Limits(
+            geometry, parts.policy, parts.vocab_size, identity, cannot, parts.shelf
+        )
         self._loop = Loop(parts, self._clock)
 
     def step(self) -> bool:
         """One turn of the loop with all that came in; False where there was nothing to do."""
         with self._wake:
             inputs, self._inbox = self._inbox, []
-        return self._opened_loop().step(inputs)
+            errands, self._errands = self._errands, []
+        worked = self._opened_loop().step(inputs)
+        for work, future in errands:
+            _run_errand(work, future)
+        shelf = self._opened_limits().shelf
+        if shelf.retired:
+            shelf.sweep(self._namespaces())
+        return worked or bool(errands)
 
     def stop(self, timeout_s: float | None = None) -> None:
         """Cancel what is live, end the tape, and wait until the thread is done."""
@@ -161,6 +189,19 @@ class Engine:
         return self._opened_loop().counters
 
     @property
+    def adapters(self) -> Mapping[str, Adapter]:
+        """The adapters that requests may ask for, by name: a value."""
+        return self._opened_limits().shelf.offered
+
+    def load_adapter(self, name: str, path: str) -> Adapter:
+        """Read a folder and offer it; waits for it. Raises AdapterError, EngineStopped."""
+        return self._do(lambda: self._opened_limits().shelf.load(name, path))
+
+    def unload_adapter(self, name: str) -> None:
+        """Offer it no more; requests that have it go on. Raises RequestRefused, EngineStopped."""
+        self._do(lambda: self._opened_limits().shelf.unload(name))
+
+    @property
     def next_step(self) -> int:
         """The number that the next step will have."""
         return self.view.step
@@ -174,6 +215,7 @@ class Engine:
         with self._wake:
             if not self.healthy:
                 raise EngineStopped("the engine is not running: restart the server")
+            limits.shelf.refuse(submission.namespace)
             waiting = len(self.view.waiting) + sum(isinstance(i, Arrival) for i in self._inbox)
             if waiting >= self._waiting_max:
                 raise QueueFull(waiting)
@@ -200,6 +242,25 @@ class Engine:
         Blocks that running requests hold stay findable; they can be flushed once these have ended.
         """
         self._put(FlushRequested())
+
+    def _do(self, work: Callable[[], Made]) -> Made:
+        """Run `work` on the engine's thread and wait; here, where there is no such thread."""
+        future: Future[Made] = Future()
+        with self._wake:
+            if not self.healthy:
+                raise EngineStopped("the engine is not running: restart the server")
+            self._errands.append((work, future))
+            self._wake.notify_all()
+        if self._thread is None:
+            self.step()
+        return future.result()
+
+    def _namespaces(self) -> list[Namespace]:
+        """Those of all requests that are live, or were taken in."""
+        with self._wake:
+            waiting = [given.record for given in self._inbox if isinstance(given, Arrival)]
+        live = [request.arrived for request in self.view.requests.values()]
+        return [arrived.namespace for arrived in (*waiting, *live)]
 
     def _put(self, given: Input) -> None:
         """Into the inbox, as long as somebody looks into it."""
@@ -272,7 +333,9 @@ class Engine:
         loop = self._opened_loop()
         while not loop.broken:
             with self._wake:
-                self._wake.wait_for(lambda: self._stopping or self._inbox or loop.busy)
+                self._wake.wait_for(
+                    lambda: self._stopping or self._inbox or self._errands or loop.busy
+                )
                 if self._stopping:
                     return
             self.step()
@@ -282,6 +345,9 @@ class Engine:
         with self._wake:
             self._ended = True
             inbox, self._inbox = self._inbox, []
+            errands, self._errands = self._errands, []
+        for _, future in errands:
+            future.set_exception(EngineStopped(said))
         loop = self._opened_loop()
         try:
             loop.end(reason, said)
@@ -289,6 +355,7 @@ class Engine:
             log.exception("the tape could not be ended in order")
             loop.tell_all(ERROR, said)
         loop.release()
+        self._opened_limits().shelf.release()
         if self._keep_thread:
             gc.collect()  # what MLX made on this thread ends on it
         for given in inbox:

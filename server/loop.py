@@ -38,6 +38,7 @@ from statemachine.records import (
 )
 
 from . import scheduler
+from .adapters import Shelf
 from .clients import Clients
 from .counters import Counters
 from .failing import BUILD, CLOSE, EVAL, PLAN, VOID
@@ -82,6 +83,7 @@ class Parts(Struct, frozen=True):
 
     decoder: makes a detokeniser, needed for stop strings only. vocab_size: token ids below it may
     be sent; 0 checks nothing. on_divergence: what a step does that finds one (live_guard.MODES).
+    shelf: the adapters that requests may ask for.
     """
 
     kernel: Kernel
@@ -91,6 +93,7 @@ class Parts(Struct, frozen=True):
     decoder: Callable[[], IncrementalDecoder] | None = None
     vocab_size: int = 0
     on_divergence: str = WARN
+    shelf: Shelf = field(default_factory=Shelf)
 
 
 class Arrival(Struct, frozen=True):

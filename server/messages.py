@@ -29,6 +29,7 @@ def ask_of_messages(request: MessagesRequest, tokenizer: Tokenizer, external_id:
         namespace=request.namespace,
         splitter=prompt.splitter,
         ignore_eos=bool(request.ignore_eos),
+        model=request.model,
     )
 
 

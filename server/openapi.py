@@ -19,6 +19,7 @@ from starlette.responses import Response
 
 from .auth import open_paths
 from .error_shape import ANTHROPIC, AnthropicRefusal, Refusal
+from .route_adapters import LoadRequest, UnloadRequest
 from .route_tokenize import (
     Detokenized,
     DetokenizeRequest,
@@ -35,6 +36,7 @@ from .wire_responses import ResponseBody, ResponsesRequest
 
 JSON = "application/json"
 EVENTS = "text/event-stream"
+TEXT = "text/plain"
 SCHEMA = "#/components/schemas/{name}"
 
 BODY = (400, 408, 413)
@@ -43,6 +45,9 @@ MODEL = (404,)
 """A model that this server has not got."""
 ENGINE = (429, 503)
 """A full queue; a server that stops, or an engine that has."""
+
+LOADING = (403, 503)
+"""A server that loads no adapters while it runs; an engine that has stopped."""
 
 
 class Operation(Struct, frozen=True, kw_only=True):
@@ -104,6 +109,18 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         gives=EmbeddingList,
         refuses=MODEL + ENGINE,
     ),
+    ("POST", "/v1/load_lora_adapter"): Operation(
+        what="Load an adapter, in the place of one of the same name.",
+        takes=LoadRequest,
+        media=TEXT,
+        refuses=LOADING,
+    ),
+    ("POST", "/v1/unload_lora_adapter"): Operation(
+        what="Take an adapter away; requests that have it go on.",
+        takes=UnloadRequest,
+        media=TEXT,
+        refuses=LOADING + MODEL,
+    ),
     ("POST", "/tokenize"): Operation(
         what="A text's or a conversation's tokens.",
         takes=TokenizeRequest,
@@ -116,7 +133,9 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("GET", "/tokenizer_info"): Operation(
         what="What a client needs to make prompts itself.", gives=TokenizerInfo
     ),
-    ("GET", "/v1/models"): Operation(what="The model that is served.", gives=ModelList),
+    ("GET", "/v1/models"): Operation(
+        what="The model that is served, and its adapters.", gives=ModelList
+    ),
     ("GET", "/v1/models/{name}"): Operation(what="A model.", gives=Model, refuses=MODEL),
     ("GET", "/health"): Operation(
         what="Whether the engine works, and its counts; 503 where it does not.",
@@ -130,7 +149,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ),
     ("GET", "/version"): Operation(what="The version of mlxtape.", gives=dict[str, str]),
     ("GET", "/openapi.json"): Operation(what="This document.", gives=dict[str, Any]),
-    ("GET", "/metrics"): Operation(what="Metrics, as Prometheus reads them.", media="text/plain"),
+    ("GET", "/metrics"): Operation(what="Metrics, as Prometheus reads them.", media=TEXT),
     ("GET", "/"): Operation(what="A page for a person.", media="text/html"),
     ("GET", "/page.css"): Operation(what="The page's style.", media="text/css"),
     ("GET", "/page.js"): Operation(what="The page's script.", media="text/javascript"),

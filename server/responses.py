@@ -36,6 +36,7 @@ def ask_of_responses(request: ResponsesRequest, tokenizer: Tokenizer, external_i
         splitter=prompt.splitter,
         prompt_param="input",
         ignore_eos=bool(request.ignore_eos),
+        model=request.model,
     )
 
 

@@ -73,7 +73,7 @@ class ChatShape(Shape):
         return Completion(
             id=self._id,
             created=self._created,
-            model=self._desk.model.id,
+            model=self._answers[0].model,
             choices=[self._choice(told) for told in news],
             usage=usage_of(self._answers),
             system_fingerprint=self._desk.fingerprint,
@@ -123,10 +123,8 @@ class ChatShape(Shape):
         return self._chunk([choice], None if self._request.include_usage else UNSET)
 
     def _chunk(self, choices: list[ChunkChoice], usage: Usage | UnsetType | None) -> bytes:
-        desk = self._desk
-        chunk = Chunk(
-            self._id, self._created, desk.model.id, choices, desk.fingerprint, usage=usage
-        )
+        model, fingerprint = self._answers[0].model, self._desk.fingerprint
+        chunk = Chunk(self._id, self._created, model, choices, fingerprint, usage=usage)
         return event(chunk)
 
 

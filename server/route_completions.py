@@ -122,7 +122,5 @@ class CompletionShape(Shape):
     def _body(
         self, choices: list[CompletionChoice], usage: Usage | UnsetType | None
     ) -> TextCompletion:
-        desk = self._desk
-        return TextCompletion(
-            self._id, self._created, desk.model.id, choices, desk.fingerprint, usage=usage
-        )
+        model, fingerprint = self._answers[0].model, self._desk.fingerprint
+        return TextCompletion(self._id, self._created, model, choices, fingerprint, usage=usage)

@@ -13,7 +13,6 @@ from statemachine.events import Namespace
 from statemachine.records import Parameters
 
 from .asking import Ask
-from .desk import Desk
 from .prompts import prompts_of
 from .replies import Exchange, Shape, Unheard
 from .routing import desk_of, read_body, response_id
@@ -40,7 +39,7 @@ async def embeddings(request: Request) -> Response:
     external_id = response_id(request, "embd-")
     ask = await desk.aside(len(body), ask_of_embedding, asked, desk.tokenizer, external_id)
     answers = desk.admit(ask)
-    exchange = Exchange(desk, answers, EmbeddingShape(desk, asked), external_id)
+    exchange = Exchange(desk, answers, EmbeddingShape(asked, answers[0].model), external_id)
     return await exchange.respond(request.receive, stream=False)
 
 
@@ -52,15 +51,16 @@ def ask_of_embedding(request: EmbeddingRequest, tokenizer: Tokenizer, external_i
         external_id=external_id,
         namespace=Namespace(salt=request.cache_salt or ""),
         prompt_param="input",
+        model=request.model,
     )
 
 
 class EmbeddingShape(Shape):
     """replies.Shape of embeddings, which are never streamed."""
 
-    def __init__(self, desk: Desk, request: EmbeddingRequest) -> None:
-        self._desk = desk
+    def __init__(self, request: EmbeddingRequest, model: str) -> None:
         self._request = request
+        self._model = model
 
     def whole(self, news: list[News]) -> EmbeddingList:
         vectors = [told.answer.embedding for told in news]
@@ -73,7 +73,7 @@ class EmbeddingShape(Shape):
         tokens = usage_of([told.answer for told in news]).prompt_tokens
         return EmbeddingList(
             [Embedding(place, self._written(vector)) for place, vector in enumerate(vectors)],
-            self._desk.model.id,
+            self._model,
             EmbeddingUsage(tokens, tokens),
         )
 

@@ -73,7 +73,7 @@ class MessagesShape(Shape):
     """replies.Shape of messages. The blocks of a stream and of a whole answer are made alike."""
 
     def __init__(self, desk: Desk, answer: Answer, external_id: str, scope: Scope) -> None:
-        self._model = desk.model.id
+        self._model = answer.model
         self._answer = answer
         self._id = external_id
         self._scope = scope

@@ -141,7 +141,7 @@ class ResponsesShape(Shape):
     def __init__(
         self, desk: Desk, request: ResponsesRequest, answer: Answer, external_id: str
     ) -> None:
-        self._model = desk.model.id
+        self._model = answer.model
         self._tokenizer = desk.tokenizer
         self._request = request
         self._answer = answer

@@ -12,15 +12,13 @@ from .wire import ModelList
 
 
 async def list_models(request: Request) -> Response:
-    """GET /v1/models: the one model."""
-    return json_response(ModelList([desk_of(request).model]))
+    """GET /v1/models: the model and its adapters."""
+    return json_response(ModelList(desk_of(request).models))
 
 
 async def get_model(request: Request) -> Response:
     """GET /v1/models/NAME."""
-    desk = desk_of(request)
-    desk.check_model(request.path_params["name"])
-    return json_response(desk.model)
+    return json_response(desk_of(request).check_model(request.path_params["name"]))
 
 
 async def health(request: Request) -> Response:

@@ -17,6 +17,7 @@ from typing import Any
 
 import attrs
 
+from .adapters import named_path
 from .policy import Policy, check
 from .values import MASK, Size, Texts, structure
 
@@ -54,6 +55,12 @@ class Settings:
     host: str = _setting("127.0.0.1", "address to listen on")
     port: int = _setting(8080, "port to listen on; 0 takes a free one")
     capture: str | None = _setting(None, "tape: a file, or a folder of segments; none without it")
+    adapter: Texts = _setting(  # noqa: RUF009
+        NO_TEXTS, "NAME=FOLDER: a LoRA adapter as mlx_lm.lora wrote it, asked for as model NAME"
+    )
+    adapter_loading: bool = _setting(
+        False, "let clients that send an API key load and unload adapters while the server runs"
+    )
     block_size: int = _setting(16, "tokens a block")
     num_blocks: int | None = _setting(
         None, "blocks of the pool (default: 16384 tokens, in a quarter of the memory at most)"
@@ -237,6 +244,7 @@ def _checked(settings: Settings) -> Settings:
         words = f"{', '.join(allowed[:-1])} or {allowed[-1]}"
         _require(value in allowed, name, value, words)
     _check_access(settings)
+    _check_adapters(settings)
     try:
         check(settings.policy())
     except ValueError as error:
@@ -268,6 +276,19 @@ def _check_access(settings: Settings) -> None:
             raise SettingsError(
                 f"cors_origins must be * or origins such as https://chat.example, not {origin!r}"
             )
+
+
+def _check_adapters(settings: Settings) -> None:
+    try:
+        names = [named_path(text, settings.model)[0] for text in settings.adapter]
+    except ValueError as error:
+        raise SettingsError(f"adapter {error}") from None
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise SettingsError(f"adapter {twice[0]} is given twice: give each its own name")
+    if settings.adapter_loading and not (settings.api_key or settings.api_key_file):
+        raise SettingsError(
+            "adapter_loading lets clients name folders of this machine: give an api_key too"
+        )
 
 
 def is_key(text: str) -> bool:

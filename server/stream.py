@@ -61,8 +61,8 @@ class Answer:
     The inbox, which all answers of an Ask share, needs no bound of its own: the engine sends at
     most max_tokens updates and one end, however slowly the client reads.
 
-    index: prompt * n + copy. scores: one for each token of the prompt, None where there is none;
-    empty unless asked for. embedding: empty unless asked for.
+    index: prompt * n + copy. model: the name of what answers. scores: one for each token of the
+    prompt, None where there is none; empty unless asked for. embedding: empty unless asked for.
     """
 
     def __init__(
@@ -86,6 +86,7 @@ class Answer:
         self._open = True
         self._given_up = False
         self.index = index
+        self.model = ask.model or ""
         self.copy = index % ask.n
         self.prompt = submission.tokens
         self.completion_tokens = 0

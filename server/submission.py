@@ -6,7 +6,7 @@ engine's thread and must not block.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from msgspec import Struct
@@ -16,6 +16,7 @@ from statemachine.events import Namespace
 from statemachine.records import NO_PARENT, Parameters
 
 if TYPE_CHECKING:
+    from .adapters import Adapter
     from .counters import Counters
     from .view import View
 
@@ -86,6 +87,16 @@ class EngineApi(Protocol):
     @property
     def identity(self) -> str:
         """What answers: the software's version and the model's digests, in one line."""
+
+    @property
+    def adapters(self) -> Mapping[str, Adapter]:
+        """The adapters that requests may ask for, by name: a value."""
+
+    def load_adapter(self, name: str, path: str) -> Adapter:
+        """Read a folder and offer it; waits for it. Raises AdapterError, EngineStopped."""
+
+    def unload_adapter(self, name: str) -> None:
+        """Offer it no more; requests that have it go on. Raises RequestRefused, EngineStopped."""
 
     @property
     def context_tokens(self) -> int:

@@ -11,7 +11,7 @@ import re
 from typing import TypeVar
 
 import msgspec
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
 Body = TypeVar("Body")
 
@@ -61,13 +61,16 @@ class Usage(Struct):
 
 
 class Model(Struct):
-    """A model that is served. max_model_len: tokens of prompt and answer together at most."""
+    """A model that is served. max_model_len: tokens of prompt and answer together at most. parent:
+    of an adapter, the model that it changes.
+    """
 
     id: str
     created: int
     max_model_len: int
     object: str = "model"
     owned_by: str = "mlxtape"
+    parent: str | UnsetType = UNSET
 
 
 class ModelList(Struct):

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import tokenizers
+from attrs import frozen
 
 from kernel.batch import Logprob
+from kernel.errors import AdapterError
 from kernel.tokenizer import Detokenizer, Tokenizer
+from server.adapters import Adapter, Key, Shelf
 from server.counters import Counters
 from server.submission import (
     CANCELLED,
@@ -97,6 +100,34 @@ class Request:
             self.sink(update)
 
 
+@frozen
+class FakeAdapter:
+    """Its digest is its path, in hex: another path is another version."""
+
+    name: str
+    path: str
+
+    @property
+    def digest(self) -> str:
+        return self.path.encode().hex().zfill(32)
+
+    @property
+    def key(self) -> Key:
+        return self.name, int(self.digest, 16)
+
+
+class FakeAdapters:
+    """A store that holds whatever stands at paths without a slash."""
+
+    def load(self, name: str, path: str) -> FakeAdapter:
+        if "/" in path:
+            raise AdapterError(f"{path} cannot be read: give a word")
+        return FakeAdapter(name, path)
+
+    def keep(self, keys: Collection[Key]) -> None:
+        """Nothing to let go of."""
+
+
 class FakeEngine:
     """EngineApi. `script` gives the tokens of an answer; None leaves the request to the test."""
 
@@ -111,6 +142,7 @@ class FakeEngine:
         self.tokenizer = tokenizer
         self.script = script
         self.context_tokens = context_tokens
+        self.shelf = Shelf(FakeAdapters())
         self.healthy = True
         self.counters = Counters()
         self.view = initial(Geometry(groups=(Group(num_blocks=64),)))
@@ -145,6 +177,16 @@ class FakeEngine:
         if self.script is not None:
             self.jobs.put(lambda: self._play(request))
         return request.number
+
+    @property
+    def adapters(self) -> Mapping[str, Adapter]:
+        return self.shelf.offered
+
+    def load_adapter(self, name: str, path: str) -> Adapter:
+        return self.shelf.load(name, path)
+
+    def unload_adapter(self, name: str) -> None:
+        self.shelf.unload(name)
 
     def cancel(self, request: int) -> None:
         self.cancelled.put(request)
