@@ -128,6 +128,9 @@ class BlockLife:
         elif isinstance(event, ev.BlockPublished) and (event.block, event.group) == (block, group):
             self._say(step, "published", f"published by sequence {event.seq}: others can find it",
                       event.seq)  # fmt: skip
+        elif isinstance(event, ev.BlockLoaded) and (event.block, event.group) == (block, group):
+            self._say(step, "loaded", f"kept rows loaded for sequence {event.seq}: others can find "
+                      "it", event.seq)  # fmt: skip
         elif isinstance(event, ev.BlockEvicted) and (event.block, event.group) == (block, group):
             self._say(step, "evicted", "evicted from the index: it is free")
         elif isinstance(event, ev.PoolReset):

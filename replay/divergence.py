@@ -18,6 +18,7 @@ from statemachine.events import (
     Appended,
     AppendedEach,
     BlockEvicted,
+    BlockStored,
     CommittedEach,
     Event,
     Forked,
@@ -114,7 +115,7 @@ def concerns(event: Event, seq: int) -> bool:
         return seq in (event.seq, event.child)
     if isinstance(event, PoolReset):
         return True
-    if isinstance(event, StepWritten | BlockEvicted):
+    if isinstance(event, StepWritten | BlockEvicted | BlockStored):
         return False
     return event.seq == seq
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 import msgspec
 from msgspec import Struct, structs
 
-from statemachine.events import BlockEvicted, BlockPublished, Event, PoolReset
+from statemachine.events import BlockEvicted, BlockLoaded, BlockPublished, Event, PoolReset
 from statemachine.records import Checkpoint, Gap, Record, StepDone, StepFailed, StepPlanned
 from statemachine.sequence import unpack
 from statemachine.state import Entry, State
@@ -126,7 +126,7 @@ class _Index:
         found: list[KVEvent] = []
         state = self.following.state
         for event in events:
-            if isinstance(event, BlockPublished) and event.group == 0:
+            if isinstance(event, BlockPublished | BlockLoaded) and event.group == 0:
                 entries = state.by_key.get(event.key, ())
                 # Of several that share a key, which is a collision, the newest was published.
                 found += self._stored(state, state.entries[entries[-1]]) if entries else []

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NoReturn
 
+from statemachine.events import BlockLoaded
 from statemachine.records import (
     Checkpoint,
     Gap,
     Header,
     Record,
+    RequestArrived,
     StepDone,
     StepFailed,
     StepPlanned,
@@ -53,6 +55,7 @@ class ForwardChecker:
         self._margin = 0.0
         self._note = ""
         self._header: Header | None = None
+        self._loaded: Loaded | None = None
         self._batches = Batches()
         self._steps = 0
         self._tokens = 0
@@ -66,11 +69,15 @@ class ForwardChecker:
         self._answers.begin(record)
         if isinstance(record, Header):
             self._load(record)
+        elif isinstance(record, RequestArrived):
+            if self._loaded is not None:
+                self._loaded.require(record)
         elif isinstance(record, Gap):
             self._refuse("has a gap, and the rows of the steps in it are not known", record)
         elif isinstance(record, Checkpoint) and record.step and self._fold.counts.records == 2:
             self._refuse("does not begin at the first step", record)
         elif isinstance(record, StepPlanned):
+            self._need_no_store(record)
             self._batches.plan(record.step, self._fold.pieces[record.step], self._answers)
         elif isinstance(record, StepDone):
             self._done(record)
@@ -108,9 +115,18 @@ class ForwardChecker:
 
     def _load(self, record: Header) -> None:
         if self._kernel is None:
-            loaded: Loaded = load(record, self._options)
+            loaded = self._loaded = load(record, self._options)
             kernel = kernel_for(record, loaded)
             self.use(kernel, loaded.exact, loaded.margin, loaded.note)
+
+    def _need_no_store(self, record: StepPlanned) -> None:
+        """Rows that were kept in another server's life are not on this tape."""
+        if any(isinstance(event, BlockLoaded) for event in record.events):
+            raise Unusable(
+                f"step {record.step} loads blocks that a prefix store kept, whose rows are not on "
+                f"tape, so --depth forward cannot fill the pages: use --until {record.step - 1}, "
+                "or --depth reference, which runs each request alone"
+            )
 
     def _refuse(self, why: str, record: Record) -> NoReturn:
         raise Unusable(

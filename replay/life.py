@@ -210,6 +210,9 @@ class Life:
             new = tuple((event.block,) if event.group == at else () for at in range(groups))
             self.spans[-1].published = _joined(self.spans[-1].published, new)
 
+    def _loaded(self, step: int, event: ev.BlockLoaded) -> None:
+        self._say("loaded", step, event_words(event))
+
     def _window(self, step: int, event: ev.FrontTrimmed) -> None:
         """The window moves in most steps: that breaks no run of rows."""
         if not self.spans or self.spans[-1].what not in (DECODE, PREFILL):
@@ -280,6 +283,7 @@ _HANDLERS: dict[type, Callable[[Life, int, Any], None]] = {
     ev.BlockCopied: Life._copied,
     ev.Forked: Life._forked,
     ev.BlockPublished: Life._published,
+    ev.BlockLoaded: Life._loaded,
     ev.Reset: Life._emptied,
     ev.Preempted: Life._emptied,
     ev.PoolReset: Life._emptied,

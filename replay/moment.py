@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from statemachine.events import Appended, AppendedEach, Event
 from statemachine.records import (
+    BlocksOffered,
     Finished,
     FlushRequested,
     Record,
@@ -253,6 +254,9 @@ def _input(record: Record) -> str:
     if isinstance(record, Finished):
         kept = plural(record.tokens_kept, "token")
         return f"request {record.request} ends after {kept}: {record.reason}"
+    if isinstance(record, BlocksOffered):
+        blocks = plural(record.end - record.first, "block")
+        return f"{blocks} of request {record.request}'s prompt were read from the prefix store"
     if isinstance(record, FlushRequested):
         return "the prefix index is to be emptied" + (f": {record.reason}" if record.reason else "")
     return ""

@@ -18,6 +18,7 @@ from server.view import StepPlan, View, checkpoint, initial, receive, restore
 from statemachine.errors import CodecError, StateMachineError
 from statemachine.events import Event
 from statemachine.records import (
+    BlocksOffered,
     Checkpoint,
     Finished,
     FlushRequested,
@@ -85,7 +86,7 @@ class Planner:
             self._fresh = True
         elif isinstance(record, Finished):
             self._finished += (record,)
-        elif isinstance(record, RequestArrived | RequestCancelled | FlushRequested):
+        elif isinstance(record, RequestArrived | RequestCancelled | FlushRequested | BlocksOffered):
             self._received(record)
         elif isinstance(record, StepPlanned):
             self._planned(record)
@@ -113,7 +114,7 @@ class Planner:
     def _compare_checkpoint(self, record: Checkpoint) -> None:
         """One in the middle says what the scheduler knows by then."""
         here = checkpoint(self._known())
-        for name in ("step", "requests", "alone", "stuck", "flush"):
+        for name in ("step", "requests", "alone", "stuck", "flush", "offered"):
             told, known = getattr(record, name), getattr(here, name)
             if told != known:
                 what = f"the checkpoint says other {name} than the records before it"
@@ -125,7 +126,9 @@ class Planner:
             raise Unusable("the tape does not begin with a header and a state")
         return self.view
 
-    def _received(self, record: RequestArrived | RequestCancelled | FlushRequested) -> None:
+    def _received(
+        self, record: RequestArrived | RequestCancelled | FlushRequested | BlocksOffered
+    ) -> None:
         try:
             self.view = receive(self._known(), record)
         except ValueError as error:
@@ -206,7 +209,14 @@ def _why(error: Exception) -> str:
 def _short(value: object) -> str:
     """A checkpoint's field in words: requests by their ids."""
     if isinstance(value, tuple):
-        ids = [it.arrived.request if isinstance(it, RequestSnapshot) else it for it in value]
+        ids = [
+            it.arrived.request
+            if isinstance(it, RequestSnapshot)
+            else it.request
+            if isinstance(it, BlocksOffered)
+            else it
+            for it in value
+        ]
         return ", ".join(str(number) for number in ids)
     return str(value)
 

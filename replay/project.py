@@ -22,6 +22,8 @@ from statemachine.events import (
     AppendedEach,
     BlockCopied,
     BlockEvicted,
+    BlockLoaded,
+    BlockStored,
     Closed,
     CommittedEach,
     Event,
@@ -32,6 +34,7 @@ from statemachine.events import (
 from statemachine.observing import FULL, OFF, table_hash
 from statemachine.records import (
     NO_PARENT,
+    BlocksOffered,
     Checkpoint,
     Finished,
     FlushRequested,
@@ -100,7 +103,7 @@ class Projection:
             if record.request in self._kept.requests:
                 known = record.parent in self._kept.requests
                 yield record if known else structs.replace(record, parent=NO_PARENT)
-        elif isinstance(record, RequestCancelled | Finished):
+        elif isinstance(record, RequestCancelled | Finished | BlocksOffered):
             if self._kept.has(record.request, self._step + 1):
                 yield record
         elif isinstance(record, StepPlanned):
@@ -137,13 +140,14 @@ class Projection:
                 it for it in record.requests if it.arrived.request in self._kept.requests
             ),
             alone=tuple(seq for seq in record.alone if seq in self._kept.requests),
+            offered=tuple(it for it in record.offered if it.request in self._kept.requests),
         )
 
     def _planned(self, record: StepPlanned, last: bool) -> Iterator[Record]:
         self._step = record.step
         mine = [it for it in (self._mine(e, record.step) for e in record.events) if it is not None]
         whole = record.step in self._wrong.lost or record.step == self._wrong.step
-        if not whole and all(isinstance(it, BlockEvicted | PoolReset) for it in mine):
+        if not whole and all(isinstance(it, BlockEvicted | BlockStored | PoolReset) for it in mine):
             self._due += [it for it in mine if isinstance(it, BlockEvicted)]
             return
         events = [*self._due, *mine]
@@ -223,7 +227,7 @@ class Projection:
             seqs = tuple(event.seqs[at] for at in places)
             tokens = event.tokens and tuple(event.tokens[at] for at in places)
             return structs.replace(event, seqs=seqs, tokens=tokens)
-        if isinstance(event, BlockEvicted | PoolReset):
+        if isinstance(event, BlockEvicted | BlockStored | PoolReset):
             return event
         if isinstance(event, StepWritten):
             return None
@@ -245,9 +249,9 @@ class Projection:
         run: list[Event] = []
         try:
             for event in events:
-                fresh = isinstance(event, BlockEvicted | BlockCopied) or (
-                    isinstance(event, Appended) and any(event.blocks)
-                )
+                fresh = isinstance(
+                    event, BlockEvicted | BlockStored | BlockCopied | BlockLoaded
+                ) or (isinstance(event, Appended) and any(event.blocks))
                 if fresh:
                     self._apply(run)
                     run = []

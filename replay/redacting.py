@@ -18,14 +18,14 @@ from statemachine.codec import decode_state, encode_state
 from statemachine.errors import CodecError, InvariantBroken
 from statemachine.events import Event
 from statemachine.records import Checkpoint, Header, Parameters, Record, RequestArrived
-from statemachine.sequence import Sequence
+from statemachine.sequence import Sequence, pack
 from statemachine.state import State, new_state
-from statemachine.tags import PAD, UNWRITTEN, sequence_tags
+from statemachine.tags import PAD, UNWRITTEN, row_tag, sequence_tags
 from statemachine.transitions import apply
 
 from .errors import Unusable
 from .pseudonyms import Pseudonyms, without_folders
-from .redacted_state import end_of, entry_tags, key_of_block, redacted_state, row_at
+from .redacted_state import end_of, entry_tags, key_of_block, last_row, redacted_state, row_at
 from .soundness import require_sound
 
 
@@ -333,7 +333,30 @@ class Redactor:
             event, key=theirs[event.index] if known else self._names.number("key", event.key)
         )
 
-    def _evicted(self, event: ev.BlockEvicted) -> ev.BlockEvicted:
+    def _loaded(self, event: ev.BlockLoaded) -> ev.BlockLoaded:
+        """Rows behind those of the entry before, as in the prompt that they were loaded for."""
+        state, new = self._states
+        if event.seq not in state.sequences:
+            return structs.replace(
+                event,
+                tokens=tuple(self._names.number("nobody", it) for it in event.tokens),
+                key=self._names.number("key", event.key),
+            )
+        root = self._names.root(state.sequences[event.seq].namespace)
+        ours, parent = state.entries.get(event.parent), new.entries.get(event.parent)
+        before = root if parent is None else last_row(parent.tokens)
+        tokens = self._names.rows(root, before, event.tokens)
+        above, above_new = (
+            it.sequences[event.seq].root if entry is None else entry.key
+            for it, entry in ((state, ours), (new, parent))
+        )
+        right = event.key == row_tag(state.geometry, above, pack(event.tokens))
+        key = row_tag(new.geometry, above_new, pack(tokens))
+        return structs.replace(
+            event, tokens=tokens, key=key if right else self._names.number("key", event.key)
+        )
+
+    def _keyed(self, event: ev.BlockEvicted | ev.BlockStored) -> Event:
         ours, theirs = (key_of_block(it, event.group, event.block) for it in self._states)
         key = theirs if ours == event.key else self._names.number("key", event.key)
         return structs.replace(event, key=key)
@@ -361,6 +384,7 @@ _RECORDS: dict[type, _Handler] = {
     rec.RequestCancelled: Redactor._cancelled,
     rec.Finished: Redactor._reasoned,
     rec.FlushRequested: Redactor._reasoned,
+    rec.BlocksOffered: Redactor._unchanged,
     rec.StepPlanned: Redactor._planned,
     rec.StepDone: Redactor._done,
     rec.StepFailed: Redactor._failed,
@@ -375,7 +399,9 @@ _EVENTS: dict[type, _Handler] = {
     ev.Committed: Redactor._committed,
     ev.CommittedEach: Redactor._each,
     ev.BlockPublished: Redactor._published,
-    ev.BlockEvicted: Redactor._evicted,
+    ev.BlockEvicted: Redactor._keyed,
+    ev.BlockStored: Redactor._keyed,
+    ev.BlockLoaded: Redactor._loaded,
     ev.Closed: Redactor._closed,
     **dict.fromkeys(
         (

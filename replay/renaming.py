@@ -12,7 +12,9 @@ from statemachine.events import (
     Appended,
     BlockCopied,
     BlockEvicted,
+    BlockLoaded,
     BlockPublished,
+    BlockStored,
     Event,
     PrefixAdopted,
 )
@@ -30,7 +32,7 @@ class Names:
 
     def event(self, event: Event, state: State, last: bool) -> Event | None:
         """The event with its blocks' names of here; None for an eviction of what is not there."""
-        if isinstance(event, BlockEvicted):
+        if isinstance(event, BlockEvicted | BlockStored):
             block = self.of(event.group, event.block)
             there = last or _is_cached(state, event.group, block, event.key)
             return structs.replace(event, block=block) if there else None
@@ -41,6 +43,9 @@ class Names:
             source = self.of(event.group, event.source)
             (target,) = self._take(event.group, (event.target,), state, last)
             return structs.replace(event, source=source, target=target)
+        if isinstance(event, BlockLoaded):
+            (block,) = self._take(event.group, (event.block,), state, last)
+            return structs.replace(event, block=block)
         if not self._names:
             return event
         if isinstance(event, PrefixAdopted):
@@ -82,7 +87,7 @@ class Names:
 
 
 def _is_cached(state: State, group: int, block: int, key: int) -> bool:
-    """Whether a block can be evicted that is found under a key."""
+    """Whether a block can be evicted, or stored before that, that is found under a key."""
     if not 0 <= group < len(state.groups):
         return False
     record = state.groups[group]

@@ -13,6 +13,7 @@ from msgspec import Struct
 
 from statemachine.events import Closed, Event, PoolReset
 from statemachine.records import (
+    BlocksOffered,
     Finished,
     FlushRequested,
     Record,
@@ -167,6 +168,8 @@ def raw_lines(record: Record) -> Iterator[str]:
         yield f"request {record.request} cancelled: {record.reason}"
     elif isinstance(record, Finished):
         yield f"request {record.request} ends after {record.tokens_kept} tokens: {record.reason}"
+    elif isinstance(record, BlocksOffered):
+        yield f"request {record.request} may load kept blocks {record.first} to {record.end - 1}"
     elif isinstance(record, FlushRequested):
         yield f"flush requested: {record.reason}"
     elif isinstance(record, StepTimed):

@@ -13,7 +13,9 @@ from statemachine.events import (
     AppendedEach,
     BlockCopied,
     BlockEvicted,
+    BlockLoaded,
     BlockPublished,
+    BlockStored,
     Event,
     PrefixAdopted,
 )
@@ -95,7 +97,7 @@ def blocks_of(event: Any) -> Iterator[tuple[int, int]]:
             yield from ((group, block) for block in blocks if block != NO_BLOCK)
     elif isinstance(event, BlockCopied):
         yield from ((event.group, event.source), (event.group, event.target))
-    elif isinstance(event, BlockPublished | BlockEvicted):
+    elif isinstance(event, BlockPublished | BlockEvicted | BlockStored | BlockLoaded):
         yield event.group, event.block
 
 

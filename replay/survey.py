@@ -21,6 +21,7 @@ from statemachine.events import (
     AppendedEach,
     BlockCopied,
     BlockEvicted,
+    BlockLoaded,
     BlockPublished,
     CommittedEach,
     Event,
@@ -192,7 +193,7 @@ class _Surveyor:
             self.done.depends.setdefault(event.seq, set()).update(donors - {event.seq})
         elif isinstance(event, Forked):
             self.done.depends.setdefault(event.child, set()).add(event.seq)
-        elif isinstance(event, BlockPublished):
+        elif isinstance(event, BlockPublished | BlockLoaded):
             self._publishers[event.group, event.block] = event.seq
         elif isinstance(event, BlockEvicted):
             self._publishers.pop((event.group, event.block), None)

@@ -22,7 +22,9 @@ from statemachine.events import (
     AppendedEach,
     BlockCopied,
     BlockEvicted,
+    BlockLoaded,
     BlockPublished,
+    BlockStored,
     CommittedEach,
     Event,
     PrefixAdopted,
@@ -364,10 +366,10 @@ def _here(event: Any, step: int, names: Names, state: State) -> Event | None:
     elif isinstance(event, BlockCopied):
         changed["source"] = names.get((event.group, event.source), event.source)
         changed["target"] = names.get((event.group, event.target), event.target)
-    elif isinstance(event, BlockPublished | BlockEvicted):
+    elif isinstance(event, BlockPublished | BlockEvicted | BlockStored | BlockLoaded):
         changed["block"] = names.get((event.group, event.block), event.block)
         entry = state.groups[event.group].blocks.get(changed["block"])
-        if isinstance(event, BlockEvicted) and entry is not None and entry.entry:
+        if isinstance(event, BlockEvicted | BlockStored) and entry is not None and entry.entry:
             changed["key"] = state.entries[entry.entry].key
     found: Event = structs.replace(event, **changed)
     return found

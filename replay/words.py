@@ -120,6 +120,12 @@ _WORDS: dict[type, Callable[[Any], str]] = {
     ev.BlockPublished: lambda it: (
         f"block {it.block} of group {it.group} published: it can be found by others"
     ),
+    ev.BlockStored: lambda it: (
+        f"block {it.block} of group {it.group} read for the prefix store, before it is evicted"
+    ),
+    ev.BlockLoaded: lambda it: (
+        f"kept rows loaded into block {it.block} of group {it.group}: it can be found by others"
+    ),
     ev.BlockEvicted: lambda it: f"block {it.block} of group {it.group} evicted from the index",
     ev.Reset: lambda _: "emptied: it starts again at 0",
     ev.Preempted: lambda _: "preempted: it gave its blocks back and waits",

@@ -6,8 +6,10 @@ makes room for whom.
 
 from __future__ import annotations
 
+from itertools import chain
+
 from statemachine import commands
-from statemachine.events import Event
+from statemachine.events import BlockEvicted, BlockStored, Event
 from statemachine.sequence import Sequence
 from statemachine.state import State
 from statemachine.transitions import apply_all
@@ -38,11 +40,23 @@ class Draft:
         self.admitted: list[tuple[int, int]] = []
         self.passed: list[int] = []
 
-    def do(self, events: tuple[Event, ...]) -> None:
-        """Apply events and keep them."""
+    def do(self, events: tuple[Event, ...], store: bool = True) -> None:
+        """Apply events and keep them. store: blocks that are evicted may go to the prefix store."""
         if events:
+            if store and self.policy.store_evicted:
+                events = tuple(chain.from_iterable(map(self._stored, events)))
             self.state = apply_all(self.state, events)
             self.events.extend(events)
+
+    def _stored(self, event: Event) -> tuple[Event, ...]:
+        """An eviction behind the read of its block; not of one that this plan loaded."""
+        if not isinstance(event, BlockEvicted):
+            return (event,)
+        state = self.view.state
+        known = state.groups[event.group].blocks.get(event.block)
+        if known is None or not known.entry or state.entries[known.entry].key != event.key:
+            return (event,)
+        return BlockStored(event.group, event.block, event.key), event
 
     def request(self, seq: int) -> RequestState:
         """A live request."""

@@ -21,6 +21,7 @@ class Policy(Struct, frozen=True, omit_defaults=True):
     last `lookup_ngram` tokens up in its own text; 0 guesses nothing. prefix_aware: a request waits
     while a running one computes more of its prompt than can be found yet. scheduling: FCFS serves
     in order of arrival; PRIORITY by the requests' `priority` first, lower ones before others.
+    store_evicted: blocks that make room for others are read for the prefix store first.
     """
 
     max_batch_tokens: int = 512
@@ -36,6 +37,7 @@ class Policy(Struct, frozen=True, omit_defaults=True):
     lookup_ngram: int = 3
     prefix_aware: bool = False
     scheduling: str = FCFS
+    store_evicted: bool = False
 
 
 DEFAULT = Policy()

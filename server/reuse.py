@@ -1,7 +1,8 @@
 """Reuse: which computed rows a request may start from, and which it had better wait for.
 
-Its parent's by a fork, what the prefix index holds, or none. Nothing is held for a request in the
-queue: what is there is looked up when it starts. Pure, a part of admission.
+Its parent's by a fork, what the prefix index holds or the prefix store offers, or none. Nothing is
+held for a request in the queue: what is there is looked up when it starts. Pure, a part of
+admission.
 """
 
 from __future__ import annotations
@@ -88,8 +89,25 @@ def sharings(
     forked = _fork(draft, state, request)
     if forked is not None:
         yield forked
+    loaded = _loads(draft, state, request, tokens)
+    if loaded:
+        after = apply_all(state, loaded)
+        hit = _adoptions(draft, after, request, tokens)[0]
+        yield loaded + commands.adopt(after, request, tokens, hit)
     for hit in _adoptions(draft, state, request, tokens):
         yield commands.adopt(state, request, tokens, hit)
+
+
+def _loads(draft: Draft, state: State, request: int, tokens: tuple[int, ...]) -> tuple[Event, ...]:
+    """Kept blocks that were offered, as far as a request may share their rows."""
+    known = draft.request(request)
+    if known.offered is None or not draft.policy.prefix_cache:
+        return ()
+    blocks = state.geometry.blocks_for(max(0, shareable_rows(known)))
+    first, end = known.offered.first, min(known.offered.end, blocks)
+    if not first < end:
+        return ()
+    return commands.load(state, request, draft.view.step, tokens, first, end)
 
 
 def _fork(draft: Draft, state: State, request: int) -> tuple[Event, ...] | None:

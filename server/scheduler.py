@@ -94,7 +94,7 @@ def _fill(draft: Draft) -> None:
     for seq in sorted(view.closing):
         draft.do(commands.close(draft.state, seq, CANCELLED))
     if view.flush:
-        draft.do(commands.flush(draft.state))
+        draft.do(commands.flush(draft.state), store=False)
     if view.alone:
         _plan_alone(draft, view.alone[0])
         return
@@ -153,6 +153,8 @@ def begin(view: View, plan: StepPlan) -> View:
         request = requests[seq]
         if request.cached_tokens == UNKNOWN:
             request = structs.replace(request, cached_tokens=rows)
+        if request.offered is not None:
+            request = structs.replace(request, offered=None)
         if policy.draft_tokens:
             request = structs.replace(request, ngrams=ngrams_of(request, policy))
         requests = requests.set(seq, request)

@@ -17,6 +17,7 @@ from msgspec import Struct, structs
 from statemachine.events import Event
 from statemachine.geometry import Geometry
 from statemachine.records import (
+    BlocksOffered,
     Checkpoint,
     Finished,
     FlushRequested,
@@ -43,7 +44,8 @@ class RequestState(Struct, frozen=True, gc=False):
 
     stream: prompt + answer so far. cached_tokens: rows adopted at the first admission, UNKNOWN
     before. passed: how many requests were admitted past it because it did not fit; never reset.
-    ngrams: an index of the stream, where drafts are made from it and it was made already.
+    ngrams: an index of the stream, where drafts are made from it and it was made already. offered:
+    kept blocks of its prompt that its next admission may load.
     """
 
     arrived: RequestArrived
@@ -51,6 +53,7 @@ class RequestState(Struct, frozen=True, gc=False):
     cached_tokens: int = UNKNOWN
     passed: int = 0
     ngrams: Ngrams | None = None
+    offered: BlocksOffered | None = None
 
     @property
     def priority(self) -> int:
@@ -125,14 +128,14 @@ def initial(geometry: Geometry, policy: Policy = DEFAULT) -> View:
     return View(new_state(geometry), waiting=Waiting(policy.scheduling == PRIORITY))
 
 
-Input = RequestArrived | RequestCancelled | FlushRequested | Finished
+Input = RequestArrived | RequestCancelled | FlushRequested | BlocksOffered | Finished
 
 
 def receive(view: View, record: Input) -> View:
     """The view after an input.
 
-    A cancel of a request that is not live changes nothing. Finished changes nothing here either:
-    it belongs to the close of the step that it was seen in (close_step takes it).
+    A cancel of a request that is not live, or an offer to it, changes nothing. Finished changes
+    nothing here either: it belongs to the close of the step that it was seen in (close_step).
     Raises ValueError for a request id that is live.
     """
     if isinstance(record, RequestArrived):
@@ -141,6 +144,8 @@ def receive(view: View, record: Input) -> View:
         return _cancelled(view, record.request)
     if isinstance(record, FlushRequested):
         return structs.replace(view, flush=True)
+    if isinstance(record, BlocksOffered):
+        return _offered(view, record)
     return view
 
 
@@ -155,6 +160,14 @@ def _arrived(view: View, record: RequestArrived) -> View:
         waiting=waiting,
         stuck=view.stuck and record.request not in waiting.first(LOOK_AHEAD),
     )
+
+
+def _offered(view: View, record: BlocksOffered) -> View:
+    known = view.requests.get(record.request)
+    if known is None:
+        return view
+    request = structs.replace(known, offered=record)
+    return structs.replace(view, requests=view.requests.set(record.request, request))
 
 
 def _cancelled(view: View, request: int) -> View:
@@ -202,6 +215,7 @@ def checkpoint(view: View) -> Checkpoint:
         alone=view.alone,
         stuck=view.stuck,
         flush=view.flush,
+        offered=tuple(it.offered for it in live if it.offered is not None),
     )
 
 
@@ -211,12 +225,14 @@ def restore(record: Checkpoint, policy: Policy = DEFAULT) -> View:
     Raises CodecError where its state cannot be read.
     """
     state = decode_state(record.state)
+    offered = {it.request: it for it in record.offered}
     requests = {
         held.arrived.request: RequestState(
             arrived=held.arrived,
             stream=log_of(held.arrived.tokens, held.output),
             cached_tokens=held.cached_tokens,
             passed=held.passed,
+            offered=offered.get(held.arrived.request),
         )
         for held in record.requests
     }

@@ -15,11 +15,12 @@ from collections.abc import Sequence as Many
 from . import events as ev
 from .errors import IllegalCommand, InvariantBroken, PoolExhausted
 from .events import NO_BLOCK, Event, Namespace
-from .geometry import WINDOW
-from .prefix import Hit, adoption_limit, find
+from .geometry import FULL, WINDOW
+from .prefix import Hit, adoption_limit, find, walk
 from .prefix import lookup as _lookup
-from .sequence import NO_TOKEN, Sequence, written_rows
+from .sequence import NO_TOKEN, Sequence, pack, written_rows
 from .state import NO_ENTRY, State
+from .tags import root_key, row_tag
 from .transitions import apply_all
 
 Events = tuple[Event, ...]
@@ -89,9 +90,11 @@ def adopt(state: State, seq: int, prompt_tokens: tuple[int, ...], hit: Hit | Non
 class _Supply:
     """The blocks of one group in the order in which they are taken, across several appends."""
 
-    def __init__(self, state: State, group: int) -> None:
+    def __init__(self, state: State, group: int, spared: frozenset[int] = frozenset()) -> None:
+        """spared: cached blocks that are not evicted."""
         self._state = state
         self._group = group
+        self._spared = spared
         self._blocks = self._walk()
         self.taken = 0
         self.evictions: list[ev.BlockEvicted] = []
@@ -105,7 +108,7 @@ class _Supply:
         yield from range(group.unused, self._state.geometry.groups[self._group].num_blocks)
         for position in range(group.cached.head, group.cached.tail):
             block = group.cached.items.get(position)
-            if block is not None:
+            if block is not None and block not in self._spared:
                 entry = self._state.entries[group.blocks[block].entry]
                 self.evictions.append(ev.BlockEvicted(self._group, block, entry.key))
                 yield block
@@ -388,6 +391,65 @@ def _can_be_found(state: State, sequence: Sequence, index: int) -> bool:
             return False
         parent = entry.id
     return True
+
+
+def load(
+    state: State, seq: int, step: int, tokens: tuple[int, ...], first: int, end: int
+) -> Events:
+    """Publish kept blocks [first, end) of `tokens`, as far as these are not in the index already,
+    blocks are left for them and the block before each can be found. Evicts none of the same text.
+    """
+    geometry = state.geometry
+    if not 0 <= first < end <= len(tokens) // geometry.block_size:
+        raise IllegalCommand(f"{len(tokens)} tokens have no whole blocks {first} to {end - 1}")
+    if any(group.kind != FULL for group in geometry.groups):
+        raise IllegalCommand("only groups that keep all rows have kept blocks")
+    try:
+        return _load(state, _sequence(state, seq), step, tokens, first, end)
+    except InvariantBroken as error:
+        raise IllegalCommand(str(error)) from error
+
+
+def _load(
+    state: State, sequence: Sequence, step: int, tokens: tuple[int, ...], first: int, end: int
+) -> Events:
+    geometry, size, namespace = state.geometry, state.geometry.block_size, sequence.namespace
+    spared = [set[int]() for _ in geometry.groups]
+    for entry in walk(state, namespace, tokens):
+        for group, blocks in enumerate(entry.blocks):
+            spared[group].update(blocks)
+    supplies = [_Supply(state, group, frozenset(it)) for group, it in enumerate(spared)]
+    events: list[Event] = []
+    parent, key = NO_ENTRY, root_key(geometry, namespace)
+    for index in range(end):
+        data = tokens[index * size : (index + 1) * size]
+        packed = pack(data)
+        key = row_tag(geometry, key, packed)
+        known = find(state, namespace, parent, key, packed)
+        missing = [at for at in range(len(supplies)) if known is None or not known.blocks[at]]
+        if missing and index < first:
+            break
+        made: list[Event] = []
+        try:
+            for group in missing:
+                (block,) = supplies[group].take(1)
+                made += supplies[group].drain()
+                made.append(ev.BlockLoaded(sequence.id, step, group, block, parent, data, key))
+        except PoolExhausted:
+            break
+        state = apply_all(state, made)
+        events += made
+        found = find(state, namespace, parent, key, packed)
+        assert found is not None
+        parent = found.id
+    return tuple(events)
+
+
+def store(state: State, group: int, block: int) -> Events:
+    """Read a published block for the prefix store."""
+    record = state.groups[group].blocks.get(block) if group in state.paged_groups() else None
+    key = state.entries[record.entry].key if record is not None and record.entry else 0
+    return _checked(state, (ev.BlockStored(group, block, key),))
 
 
 def evict(state: State, blocks: int, group: int | None = None) -> Events:

@@ -2,7 +2,7 @@
 
 Fields are plain numbers and tuples, so that an event is its own wire form. `seq`, `step`, `group`
 and `block` are ids; `rows` counts rows; `index` is a block's place in a table.
-`BlockStored`, `BlockLoaded`, `SnapshotTaken` and `SnapshotRestored` are reserved names of format 1.
+`SnapshotTaken` and `SnapshotRestored` are reserved names of format 1.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PAD = "pad"
 PURPOSES = (PROMPT, DECODE, DRAFT, LOOKAHEAD, PAD)
 COMMITTED_AT_ONCE = (PROMPT, DECODE)
 
-RESERVED = ("BlockStored", "BlockLoaded", "SnapshotTaken", "SnapshotRestored")
+RESERVED = ("SnapshotTaken", "SnapshotRestored")
 
 NO_BLOCK = -1
 """A hole in a block table: its block was released at the front of a window."""
@@ -168,6 +168,34 @@ class PoolReset(Struct, frozen=True, tag=True, omit_defaults=True):
     """The page arrays were lost: all live sequences are preempted, the index is empty."""
 
 
+class BlockStored(Struct, frozen=True, tag=True, omit_defaults=True):
+    """A published block's rows were read for the prefix store; changes nothing in the pool.
+
+    The read runs before any copy, load or write of its step.
+    """
+
+    group: int
+    block: int
+    key: int
+
+
+class BlockLoaded(Struct, frozen=True, tag=True, omit_defaults=True):
+    """Rows that the prefix store kept stand in a free block now, which can be found by its key.
+
+    `seq` is the sequence that they were asked for: they belong to its namespace, and to nobody's
+    table yet. parent: the index entry of the block before, 0 for a first one. The loads and copies
+    of a step run in their order, before its writes.
+    """
+
+    seq: int
+    step: int
+    group: int
+    block: int
+    parent: int
+    tokens: tuple[int, ...]
+    key: int
+
+
 class CommittedEach(Struct, frozen=True, tag=True, omit_defaults=True):
     """The oldest speculative row of each of many sequences is accepted, in columns."""
 
@@ -193,5 +221,7 @@ Event = (
     | Preempted
     | Closed
     | PoolReset
+    | BlockStored
+    | BlockLoaded
     | CommittedEach
 )

@@ -180,7 +180,7 @@ def _pack_checkpoint(tracker: Tracker, record: rec.Checkpoint) -> Struct:
         )
         for it in record.requests
     )
-    return wire.Checkpoint(
+    packed = wire.Checkpoint(
         record.step,
         record.state,
         requests,
@@ -189,9 +189,16 @@ def _pack_checkpoint(tracker: Tracker, record: rec.Checkpoint) -> Struct:
         record.stuck,
         record.flush,
     )
+    offered = tuple((it.request, it.first, it.end) for it in record.offered)
+    return wire.CheckpointOffered(packed, offered) if offered else packed
 
 
-def _unpack_checkpoint(tracker: Tracker, packed: wire.Checkpoint) -> rec.Record:
+def _unpack_offered(tracker: Tracker, packed: wire.CheckpointOffered) -> rec.Record:
+    record = _unpack_checkpoint(tracker, packed.checkpoint)
+    return structs.replace(record, offered=tuple(rec.BlocksOffered(*it) for it in packed.offered))
+
+
+def _unpack_checkpoint(tracker: Tracker, packed: wire.Checkpoint) -> rec.Checkpoint:
     requests = tuple(
         rec.RequestSnapshot(
             _arrived_record(it.arrived),
@@ -264,11 +271,17 @@ _RECORDS: dict[type[Struct], tuple[type[Struct], _RecordPacker, _RecordPacker]] 
         lambda tracker, it: wire.FlushRequested(it.reason),
         lambda tracker, it: rec.FlushRequested(it.reason),
     ),
+    rec.BlocksOffered: (
+        wire.BlocksOffered,
+        lambda tracker, it: wire.BlocksOffered(it.request, it.first, it.end),
+        lambda tracker, it: rec.BlocksOffered(it.request, it.first, it.end),
+    ),
 }
 _PACKERS = {kind: pack for kind, (_, pack, _) in _RECORDS.items()}
 _UNPACKERS: dict[type[Struct], _RecordPacker] = {
     **{packed: unpack for packed, _, unpack in _RECORDS.values()},
     wire.StepScored: _unpack_scored,
+    wire.CheckpointOffered: _unpack_offered,
 }
 
 

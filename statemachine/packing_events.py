@@ -175,6 +175,21 @@ def _unpack_copied(tracker: Tracker, step: int, packed: wire.BlockCopied) -> ev.
     )
 
 
+def _pack_loaded(tracker: Tracker, step: int, event: ev.BlockLoaded) -> Struct:
+    when = None if event.step == step else event.step
+    tokens = pack_ints(event.tokens)
+    return wire.BlockLoaded(
+        event.seq, when, event.group, event.block, event.parent, tokens, event.key
+    )
+
+
+def _unpack_loaded(tracker: Tracker, step: int, packed: wire.BlockLoaded) -> ev.Event:
+    when, tokens = step if packed.step is None else packed.step, unpack_ints(packed.tokens)
+    return ev.BlockLoaded(
+        packed.seq, when, packed.group, packed.block, packed.parent, tokens, packed.key
+    )
+
+
 _Follow = Callable[[Tracker, Any], object]
 # What the tracker does for events whose fields travel as they are.
 _FOLLOW: dict[type[Struct], _Follow] = {
@@ -196,6 +211,7 @@ _SPECIAL: dict[type[Struct], tuple[_Packer, _Packer]] = {
     ev.CommittedEach: (_pack_committed_each, _unpack_committed_each),
     ev.StepWritten: (_pack_written, _unpack_written),
     ev.BlockCopied: (_pack_copied, _unpack_copied),
+    ev.BlockLoaded: (_pack_loaded, _unpack_loaded),
 }
 
 

@@ -10,9 +10,11 @@ from msgspec import structs
 
 from .draft import Draft
 from .errors import InvariantBroken
-from .events import NO_BLOCK, BlockPublished
-from .sequence import Sequence, written_rows
+from .events import NO_BLOCK, BlockLoaded, BlockPublished, BlockStored, Namespace
+from .geometry import FULL
+from .sequence import Sequence, pack, written_rows
 from .state import NO_ENTRY, Entry
+from .tags import root_key, row_tag
 
 
 def published(draft: Draft, sequence: Sequence, event: BlockPublished) -> None:
@@ -25,21 +27,83 @@ def published(draft: Draft, sequence: Sequence, event: BlockPublished) -> None:
             "the block before it is not in the index"
         )
     tokens = sequence.packed[event.index]
-    old = find_entry(draft, sequence, parent, event.key, tokens)
-    if old is None:
-        groups = len(draft.geometry.groups)
-        blocks: list[tuple[int, ...]] = [()] * groups
-        blocks[event.group] = (event.block,)
-        number, draft.next_entry = draft.next_entry, draft.next_entry + 1
-        entry = Entry(number, parent, sequence.namespace, tokens, event.key, tuple(blocks))
-        draft.set_entry(None, entry)
-        _adopt_child(draft, parent, 1)
-    else:
+    number = _named(draft, sequence.namespace, parent, event, tokens)
+    draft.group(event.group).publish(event.block, number)
+
+
+def _named(
+    draft: Draft,
+    namespace: Namespace,
+    parent: int,
+    event: BlockPublished | BlockLoaded,
+    tokens: bytes,
+) -> int:
+    """The entry of these tokens, which names one block more now."""
+    old = find_entry(draft, namespace, parent, event.key, tokens)
+    if old is not None:
         blocks = list(old.blocks)
         blocks[event.group] = (*blocks[event.group], event.block)
-        number = old.id
         draft.set_entry(old, structs.replace(old, blocks=tuple(blocks)))
-    draft.group(event.group).publish(event.block, number)
+        return old.id
+    blocks = [()] * len(draft.geometry.groups)
+    blocks[event.group] = (event.block,)
+    number, draft.next_entry = draft.next_entry, draft.next_entry + 1
+    draft.set_entry(None, Entry(number, parent, namespace, tokens, event.key, tuple(blocks)))
+    _adopt_child(draft, parent, 1)
+    return number
+
+
+def loaded(draft: Draft, namespace: Namespace, event: BlockLoaded) -> None:
+    """Index a free block, whose rows the prefix store kept: it is published, and nobody holds it.
+
+    Its key must be that of its tokens behind its parent's, and the parent of the same namespace.
+    """
+    geometry, where = draft.geometry, f"block {event.block} of group {event.group}"
+    if not 0 <= event.group < len(geometry.groups):
+        raise InvariantBroken(f"there is no group {event.group}")
+    if geometry.groups[event.group].kind != FULL:
+        raise InvariantBroken(f"{where} cannot be loaded: only groups that keep all rows are kept")
+    if len(event.tokens) != geometry.block_size:
+        raise InvariantBroken(
+            f"{where} was loaded with {len(event.tokens)} tokens: a kept block is full"
+        )
+    if event.step <= draft.written_step or event.step < draft.issued_step:
+        raise InvariantBroken(
+            f"{where} cannot be loaded in step {event.step}: step {draft.issued_step} was issued "
+            f"and {draft.written_step} written"
+        )
+    parent = draft.index()[0].get(event.parent)
+    if event.parent != NO_ENTRY and (parent is None or parent.namespace != namespace):
+        raise InvariantBroken(
+            f"{where} was loaded below entry {event.parent}, which is not in the namespace of "
+            f"sequence {event.seq}"
+        )
+    tokens = pack(event.tokens)
+    before = root_key(geometry, namespace) if parent is None else parent.key
+    key = row_tag(geometry, before, tokens)
+    if key != event.key:
+        raise InvariantBroken(f"{where} was loaded under key {event.key}: its tokens have {key}")
+    draft.issued_step = event.step
+    group = draft.group(event.group)
+    group.take(event.block)
+    group.publish(event.block, _named(draft, namespace, event.parent, event, tokens))
+    group.release(event.block, refs=1)
+
+
+def stored(draft: Draft, event: BlockStored) -> None:
+    """What was stored must be published under the key that it was stored by."""
+    if not 0 <= event.group < len(draft.geometry.groups):
+        raise InvariantBroken(f"there is no group {event.group}")
+    record = draft.block(event.group, event.block)
+    if record is None or not record.entry:
+        raise InvariantBroken(
+            f"block {event.block} of group {event.group} is not published: it cannot be stored"
+        )
+    key = draft.index()[0][record.entry].key
+    if key != event.key:
+        raise InvariantBroken(
+            f"block {event.block} of group {event.group} has key {key}, not {event.key}"
+        )
 
 
 def _check(draft: Draft, sequence: Sequence, event: BlockPublished) -> None:
@@ -78,7 +142,8 @@ def parent_entry(draft: Draft, sequence: Sequence, index: int) -> int | None:
             return record.entry
     parent: int = NO_ENTRY
     for place in range(index):
-        entry = find_entry(draft, sequence, parent, sequence.keys[place], sequence.packed[place])
+        tokens = sequence.packed[place]
+        entry = find_entry(draft, sequence.namespace, parent, sequence.keys[place], tokens)
         if entry is None:
             return None
         parent = entry.id
@@ -86,13 +151,13 @@ def parent_entry(draft: Draft, sequence: Sequence, index: int) -> int | None:
 
 
 def find_entry(
-    draft: Draft, sequence: Sequence, parent: int, key: int, tokens: bytes
+    draft: Draft, namespace: Namespace, parent: int, key: int, tokens: bytes
 ) -> Entry | None:
-    """The entry of exactly these tokens below `parent`, in the sequence's namespace."""
+    """The entry of exactly these tokens below `parent`, in this namespace."""
     entries, by_key = draft.index()
     for number in by_key.get(key, ()):
         entry: Entry = entries[number]
-        same = entry.tokens == tokens and entry.namespace == sequence.namespace
+        same = entry.tokens == tokens and entry.namespace == namespace
         if same and entry.parent == parent:
             return entry
     return None

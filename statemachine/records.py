@@ -1,9 +1,10 @@
 """Records: what a tape holds, one after the other, in format 1. Bytes are the codec's business.
 
 Order on tape: Header, Checkpoint (a segment's start), then inputs (RequestArrived,
-RequestCancelled, FlushRequested) before the StepPlanned that saw them, and for each StepPlanned one
-StepDone or StepFailed, in the order of the steps; Finished stands before the StepDone that it ends
-a request in. With lookahead one more step is planned before a step's StepDone: P0 P1 D0 P2 D1.
+RequestCancelled, FlushRequested, BlocksOffered) before the StepPlanned that saw them, and for each
+StepPlanned one StepDone or StepFailed, in the order of the steps; Finished stands before the
+StepDone that it ends a request in. With lookahead one more step is planned before a step's
+StepDone: P0 P1 D0 P2 D1.
 Order of application is order on tape.
 """
 
@@ -144,6 +145,16 @@ class RequestCancelled(Struct, frozen=True, tag=True, omit_defaults=True):
     reason: str = "cancelled"
 
 
+class BlocksOffered(Struct, frozen=True, tag=True, omit_defaults=True):
+    """Blocks [first, end) of a waiting request's prompt were read from the prefix store and hold:
+    its admission may load them.
+    """
+
+    request: int
+    first: int
+    end: int
+
+
 class Finished(Struct, frozen=True, tag=True, omit_defaults=True):
     """An end that only the engine can see (a stop string): keep that many answer tokens."""
 
@@ -281,7 +292,8 @@ class Checkpoint(Struct, frozen=True, tag=True, omit_defaults=True):
 
     requests: running ones in admission order, then the queue in its order. alone: sequences of a
     step that failed at build, still to be tried one by one. stuck: the queue's front cannot start.
-    flush: FlushRequested came in and no step was planned since.
+    flush: FlushRequested came in and no step was planned since. offered: what waiting requests may
+    load.
     """
 
     step: int
@@ -291,6 +303,7 @@ class Checkpoint(Struct, frozen=True, tag=True, omit_defaults=True):
     alone: tuple[int, ...] = ()
     stuck: bool = False
     flush: bool = False
+    offered: tuple[BlocksOffered, ...] = ()
 
 
 class TapeEnded(Struct, frozen=True, tag=True, omit_defaults=True):
@@ -312,4 +325,5 @@ Record = (
     | Checkpoint
     | TapeEnded
     | FlushRequested
+    | BlocksOffered
 )

@@ -242,6 +242,19 @@ def _evict(script: Script, line: Line) -> None:
     script._apply(commands.evict(script.state, blocks, group))
 
 
+def _load(script: Script, line: Line) -> None:
+    """Every whole block of the tokens was kept."""
+    tokens, state = tuple(_field(line, "tokens", list)), script.state
+    end = len(tokens) // state.geometry.block_size
+    step = state.issued_step + 1
+    script._apply(commands.load(state, script._seq(line), step, tokens, 0, end))
+
+
+def _store(script: Script, line: Line) -> None:
+    group = _field(line, "group", int) if "group" in line else 0
+    script._apply(commands.store(script.state, group, _field(line, "block", int)))
+
+
 def _flush(script: Script, _line: Line) -> None:
     script._apply(commands.flush(script.state))
 
@@ -266,6 +279,8 @@ _ACTIONS: dict[str, Callable[[Script, Line], None]] = {
     "lookup": Script._lookup,
     "adopt": Script._adopt,
     "evict": _evict,
+    "load": _load,
+    "store": _store,
     "flush": _flush,
     "pool_reset": _pool_reset,
     "all": Script._all,

@@ -69,7 +69,7 @@ def _require_identity(draft: Draft, new: Sequence, event: ev.PrefixAdopted) -> N
             if table[index] != NO_BLOCK
         }
         if index < len(new.keys):
-            whole = find_entry(draft, new, parent, new.keys[index], new.packed[index])
+            whole = find_entry(draft, new.namespace, parent, new.keys[index], new.packed[index])
             found = set() if whole is None else {whole.id}
         else:
             tokens = pack(event.tokens[index * size :])

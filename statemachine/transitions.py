@@ -6,7 +6,8 @@
    blocks that may be taken is taken is the commands' choice.
 4. A block in two tables, or published, is never written: an append first copies it.
 5. Committed rows come first, then speculative rows, then pads; after a pad only pads may follow.
-6. Only full, written, committed blocks are published; only cached ones are evicted.
+6. Only full, written, committed blocks are published, or loaded as such; only cached ones are
+   evicted.
 7. One handler empties a sequence, whatever ends it; each table entry is released once, tail first.
 8. A prompt's last row is never adopted.
 """
@@ -22,7 +23,7 @@ from .appending import appended, appended_each, block_copied
 from .draft import Draft
 from .errors import InvariantBroken
 from .lifetime import closed, opened, pool_reset, preempted, reset
-from .publication import evicted, published
+from .publication import evicted, loaded, published, stored
 from .sharing import forked, prefix_adopted
 from .state import State
 from .trimming import committed, committed_each, front_trimmed, rewound, trimmed
@@ -64,6 +65,16 @@ def block_published(draft: Draft, event: ev.BlockPublished) -> None:
     published(draft, draft.sequence(event.seq), event)
 
 
+def block_stored(draft: Draft, event: ev.BlockStored) -> None:
+    """A published block was read for the prefix store: nothing changes."""
+    stored(draft, event)
+
+
+def block_loaded(draft: Draft, event: ev.BlockLoaded) -> None:
+    """A kept block can be found, as if an earlier request had computed it."""
+    loaded(draft, draft.sequence(event.seq).namespace, event)
+
+
 def block_evicted(draft: Draft, event: ev.BlockEvicted) -> None:
     """A cached block can no longer be found; it is free."""
     if not (0 <= event.group < len(draft.geometry.groups)):
@@ -94,4 +105,6 @@ HANDLERS: dict[type[Any], Callable[[Draft, Any], None]] = {
     ev.Preempted: preempted,
     ev.Closed: closed,
     ev.PoolReset: pool_reset,
+    ev.BlockStored: block_stored,
+    ev.BlockLoaded: block_loaded,
 }

@@ -1,7 +1,7 @@
 """Wire: the shapes of format 1, one array a record or event, told apart by a number.
 
 A field whose value both ends can work out (tracker.py) travels as None, as True, or as a count.
-The numbers are part of the format: they are only ever added to. Events 18 to 21 are reserved for
+The numbers are part of the format: they are only ever added to. Events 20 and 21 are reserved for
 events.RESERVED.
 """
 
@@ -18,10 +18,10 @@ from .columns import Column, FloatColumn
 from .events import PURPOSES
 
 EVENT_TYPES: tuple[type[Struct], ...] = ev.Event.__args__
-RESERVED = range(18, 18 + len(ev.RESERVED))
+RESERVED = range(20, 20 + len(ev.RESERVED))
 """Numbers of events.RESERVED."""
 EVENT_NUMBERS = tuple(number for number in range(1, 256) if number not in RESERVED)
-"""In the order of the union: Opened is 1, PoolReset 17, and CommittedEach 22."""
+"""In the order of the union: Opened is 1, BlockLoaded 19, and CommittedEach 22."""
 
 PURPOSE_CODES = {purpose: code for code, purpose in enumerate(PURPOSES)}
 
@@ -87,6 +87,18 @@ class BlockCopied(Struct, frozen=True, array_like=True, tag=10):
     rows: int
 
 
+class BlockLoaded(Struct, frozen=True, array_like=True, tag=19):
+    """step None: the record's."""
+
+    seq: int
+    step: int | None
+    group: int
+    block: int
+    parent: int
+    tokens: Column
+    key: int
+
+
 _SPECIAL = (
     PrefixAdopted,
     Appended,
@@ -94,6 +106,7 @@ _SPECIAL = (
     StepWritten,
     Committed,
     BlockCopied,
+    BlockLoaded,
     CommittedEach,
 )
 
@@ -223,11 +236,20 @@ class Checkpoint(Struct, frozen=True, array_like=True, tag=10):
     flush: bool = False
 
 
+class CheckpointOffered(Struct, frozen=True, array_like=True, tag=15):
+    """A Checkpoint with requests that may load kept blocks: request, first, end of each."""
+
+    checkpoint: Checkpoint
+    offered: tuple[tuple[int, int, int], ...]
+
+
 RequestCancelled = _plain(rec.RequestCancelled, 3)
 Finished = _plain(rec.Finished, 4)
 Gap = _plain(rec.Gap, 9)
 TapeEnded = _plain(rec.TapeEnded, 11)
 FlushRequested = _plain(rec.FlushRequested, 12)
+BlocksOffered = _plain(rec.BlocksOffered, 14)
 
 WireRecord: Any = Header | RequestArrived | RequestCancelled | Finished | StepPlanned | StepDone
 WireRecord |= StepFailed | StepTimed | Gap | Checkpoint | TapeEnded | FlushRequested | StepScored
+WireRecord |= BlocksOffered | CheckpointOffered

@@ -17,7 +17,7 @@ from statemachine.digest import recompute
 from statemachine.errors import IllegalCommand, PoolExhausted
 from statemachine.events import NO_BLOCK, Namespace
 from statemachine.geometry import Geometry
-from statemachine.sequence import visible, written_rows
+from statemachine.sequence import unpack, visible, written_rows
 from statemachine.state import State, new_state
 from statemachine.transitions import apply, apply_all
 
@@ -76,6 +76,7 @@ class Model:
         self.pins: dict[int, list[tuple[int, int]]] = {}
         self.issued_step = 0
         self.written_step = 0
+        self.entries: Any = {}  # the state's index, for what a load's parent means
 
     def groups(self) -> list[int]:
         return [number for number, spec in enumerate(self.geometry.groups) if spec.paged]
@@ -188,6 +189,9 @@ class Model:
                 break
             copies, writes = self.queued[step]
             for group, source, target, rows in copies:
+                if isinstance(source, Cell):  # one row of a loaded block
+                    pages[group, target, rows] = source
+                    continue
                 for row in range(rows):
                     pages[group, target, row] = pages.get(
                         (group, source, row), Cell(None, "garbage")
@@ -293,6 +297,39 @@ class Model:
         assert sequence.tables[event.group][event.index] == event.block
         assert (event.group, event.block) not in self.published
         self.published[event.group, event.block] = sequence.identity(end - 1)
+
+    def _blockstored(self, event: ev.BlockStored) -> None:
+        assert (event.group, event.block) in self.published
+
+    def _blockloaded(self, event: ev.BlockLoaded) -> None:
+        """A load is taken for the rows of its claim: what a file really holds is the store's."""
+        group, block, size = event.group, event.block, self.geometry.block_size
+        assert self.geometry.groups[group].kind == "full"
+        assert not self.refs(group)[block], "a held block was loaded over"
+        assert (group, block) not in self.published
+        before = self.entry_tokens(event.parent)
+        namespace = self.sequences[event.seq].namespace
+        if before is not None:
+            assert before[0] == namespace
+        tokens = (*(before[1] if before else ()), *event.tokens)
+        assert len(event.tokens) == size
+        self.published[group, block] = namespace, tokens
+        self.issued_step = max(self.issued_step, event.step)
+        first = len(tokens) - size
+        for row in range(size):
+            cell = Cell((namespace, tokens[: first + row + 1]), "loaded")
+            self._queue(event.step)[0].append((group, cell, block, row))
+
+    def entry_tokens(self, number: int) -> tuple[Namespace, tuple[int, ...]] | None:
+        """Namespace and all tokens of an index entry, by the state's own index."""
+        if not number:
+            return None
+        entry, tokens = self.entries[number], list[int]()
+        while True:
+            tokens[:0] = unpack(entry.tokens)
+            if not entry.parent:
+                return entry.namespace, tuple(tokens)
+            entry = self.entries[entry.parent]
 
     def _blockevicted(self, event: ev.BlockEvicted) -> None:
         assert not self.refs(event.group)[event.block], "a held block was evicted"
@@ -452,6 +489,7 @@ class Driver:
         return events
 
     def take(self, event: ev.Event) -> None:
+        self.model.entries = self.state.entries
         self.state = apply(self.state, event)
         self.model.apply(event)
         invariants.check_step(self.state)

@@ -399,7 +399,8 @@ KNOWN = {
     rec.StepTimed: "step parts_us",
     Gap: "records reason",
     rec.RequestSnapshot: "arrived output running cached_tokens passed",
-    Checkpoint: "step state requests digest alone stuck flush",
+    Checkpoint: "step state requests digest alone stuck flush offered",
+    rec.BlocksOffered: "request first end",
     rec.TapeEnded: "steps",
     Namespace: "adapter version salt",
     ev.Opened: "seq namespace",
@@ -410,6 +411,8 @@ KNOWN = {
     ev.CommittedEach: "seqs tokens",
     ev.BlockPublished: "seq index group block key",
     ev.BlockEvicted: "group block key",
+    ev.BlockStored: "group block key",
+    ev.BlockLoaded: "seq step group block parent tokens key",
     ev.Closed: "seq reason",
 }
 

@@ -220,8 +220,12 @@ VALUES = st.recursive(
 DOES = (
     *("open", "append", "written", "commit", "trim", "rewind", "front_trim", "reset", "close"),
     *("preempt", "publish", "fork", "lookup", "adopt", "evict", "flush", "pool_reset", "all"),
+    *("load", "store"),
 )
-EVENTS = ("Appended", "Trimmed", "Opened", "PrefixAdopted", "BlockCopied", "StepWritten")
+EVENTS = (
+    *("Appended", "Trimmed", "Opened", "PrefixAdopted", "BlockCopied", "StepWritten"),
+    *("BlockLoaded", "BlockStored"),
+)
 FIELDS = st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=6)
 LINES = st.one_of(
     FIELDS,

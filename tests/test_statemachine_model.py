@@ -68,6 +68,8 @@ def events_at_random(live: list[int], next_step: int, last: tuple[Event, ...]) -
         st.builds(ev.Forked, seq, st.one_of(few, st.integers(10, 90))),
         st.builds(ev.BlockPublished, seq, few, few, few, few),
         st.builds(ev.BlockEvicted, few, few, few),
+        st.builds(ev.BlockStored, few, few, few),
+        st.builds(ev.BlockLoaded, seq, step, few, few, few, tokens, few),
         st.builds(ev.Reset, seq),
         st.builds(ev.Preempted, seq),
         st.builds(ev.Closed, seq),
@@ -264,6 +266,43 @@ class CacheMachine(Driver, RuleBasedStateMachine):
             gone = have - len(self.model.cached(number))
             wanted = blocks if events is not None and group in (None, number) else 0
             assert gone == min(wanted, have)
+
+    @precondition(lambda self: self.seqs())
+    @rule(data=st.data(), prompt=PROMPT, first=st.sampled_from((0, 0, 0, 1, -1)))
+    def load(self, data: Any, prompt: tuple[int, ...], first: int) -> None:
+        """What is loaded can be found at once, by this namespace and no other."""
+        seq = self.pick(data)
+        size, end = self.state.geometry.block_size, len(prompt) // self.state.geometry.block_size
+        full = all(group.kind == FULL for group in self.state.geometry.groups)
+        known = self.model.sequences.get(seq)
+        before = 0 if known is None else self.found(known.namespace, prompt)
+        events = self.carry_out(commands.load, seq, self.step, prompt, first, end)
+        assert (events is not None) == (known is not None and full and 0 <= first < end)
+        if events is None or known is None:
+            return
+        kinds = {type(event) for event in events}
+        assert kinds <= {ev.BlockLoaded, ev.BlockEvicted}
+        after = self.found(known.namespace, prompt)
+        assert after >= before, "a load evicted rows of its own prompt"
+        if before < first * size:
+            assert events == ()
+        elif ev.BlockLoaded in kinds:
+            assert after > before
+        else:
+            assert after == before
+
+    def found(self, namespace: Namespace, prompt: tuple[int, ...]) -> int:
+        return self.model.findable_rows(namespace, prompt, len(prompt))
+
+    @precondition(lambda self: self.model.published)
+    @rule(data=st.data())
+    def store(self, data: Any) -> None:
+        """Reading a published block changes nothing; no other can be stored."""
+        group, block = data.draw(st.sampled_from([*sorted(self.model.published), (0, 99)]))
+        before = plain(self.state)
+        done = self.carry_out(commands.store, group, block)
+        assert (done is not None) == (block != 99)
+        assert plain(self.state) == before
 
     @precondition(lambda self: self.seqs())
     @rule(data=st.data(), command=st.sampled_from(("reset", "preempt", "close", "close", "close")))

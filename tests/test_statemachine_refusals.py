@@ -8,6 +8,7 @@ seq   rows                                             blocks of group 0 (full) 
 4     2 committed, 2 pads                              5                          5
 5, 6  6 committed, shared by fork                      6 7                        6 7
 7     empty                                            preempted
+8     empty, in another namespace
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ def pool() -> State:
     do(commands.fork(state, 5, 6))
     do(commands.open_sequence(state, 7))
     do(commands.preempt(state, 7))
+    do(commands.open_sequence(state, 8, Namespace("other")))
     do(commands.append(state, 2, 3, (25,), None, ev.DRAFT))
     do(commands.append(state, 3, 3, None, 1, ev.LOOKAHEAD))
     return state
@@ -156,7 +158,7 @@ REFUSALS: list[tuple[Event, str]] = [
     (ev.BlockCopied(5, 2, 0, 1, 7, 8, 2), "step 2 cannot copy"),
     (ev.BlockCopied(5, 3, 0, 1, 7, 6, 2), "in use, not free"),
     (ev.BlockCopied(2, 3, 0, 1, 3, 8, 2), "copies run before its writes"),
-    (ev.Forked(7, 8), "cannot fork"),
+    (ev.Forked(7, 9), "cannot fork"),
     (ev.Forked(5, 2), "it cannot be its fork"),
     (ev.BlockPublished(0, 0, 0, 0, KEY_0), "published already"),
     (ev.BlockPublished(0, 0, 1, -1, KEY_0), "not in its table"),
@@ -168,6 +170,19 @@ REFUSALS: list[tuple[Event, str]] = [
     (ev.BlockEvicted(0, 0, KEY_0), "cannot be evicted"),
     (ev.BlockEvicted(0, 9, KEY_0), "is free, not in use"),
     (ev.BlockEvicted(1, 0, KEY_1), "has key"),
+    (ev.BlockStored(0, 2, KEY_0), "not published: it cannot be stored"),
+    (ev.BlockStored(0, 0, KEY_1), "has key"),
+    (ev.BlockStored(2, 0, KEY_0), "there is no group 2"),
+    (ev.BlockLoaded(9, 3, 0, 8, 0, (0, 1, 2, 3), KEY_0), "not open"),
+    (ev.BlockLoaded(7, 3, 2, 8, 0, (0, 1, 2, 3), KEY_0), "there is no group 2"),
+    (ev.BlockLoaded(7, 3, 1, 8, 0, (0, 1, 2, 3), KEY_0), "only groups that keep all rows"),
+    (ev.BlockLoaded(7, 3, 0, 8, 0, (0, 1, 2), KEY_0), "with 3 tokens: a kept block is full"),
+    (ev.BlockLoaded(7, 3, 0, 8, 0, (0, 1, 2, 3), KEY_1), "under key"),
+    (ev.BlockLoaded(7, 3, 0, 8, 0, (0, 1, 2, 9), KEY_0), "under key"),
+    (ev.BlockLoaded(7, 3, 0, 8, 9, (4, 5, 6, 7), KEY_1), "below entry 9"),
+    (ev.BlockLoaded(8, 3, 0, 8, 1, (4, 5, 6, 7), KEY_1), "not in the namespace of sequence 8"),
+    (ev.BlockLoaded(7, 2, 0, 8, 0, (0, 1, 2, 3), KEY_0), "cannot be loaded in step 2"),
+    (ev.BlockLoaded(7, 3, 0, 0, 0, (0, 1, 2, 3), KEY_0), "in use, not free"),
     (ev.Reset(9), "not open"),
     (ev.Preempted(9), "not open"),
     (ev.Closed(9), "not open"),
@@ -186,11 +201,11 @@ def test_an_event_that_claims_what_cannot_be_is_refused(event: Event, words: str
 def test_the_pool_of_these_refusals_is_sound() -> None:
     """Each sequence is as the module's table says; near each refusal there is an acceptance."""
     invariants.check_all(POOL)
-    assert [POOL.sequences[seq].offset for seq in range(8)] == [8, 7, 6, 3, 4, 6, 6, 0]
+    assert [POOL.sequences[seq].offset for seq in range(9)] == [8, 7, 6, 3, 4, 6, 6, 0, 0]
     assert POOL.sequences[0].tables == ((0, 1), (-1, 1))
     assert POOL.cached_blocks(1) == 1
     accepted: list[Event] = [
-        ev.Opened(8, Namespace("A")),
+        ev.Opened(9, Namespace("A")),
         ev.PrefixAdopted(7, tuple(range(7)), 8, ((0, 1), (-1, 1))),
         ev.Appended(0, 3, 1, (1,), ((11,), (9,)), ev.DECODE),
         ev.Appended(2, 3, 1, (1,), NONE, ev.DRAFT),
@@ -206,12 +221,15 @@ def test_the_pool_of_these_refusals_is_sound() -> None:
         ev.FrontTrimmed(2, 1, 2),
         ev.BlockCopied(5, 3, 0, 1, 7, 8, 2),
         ev.BlockCopied(2, 4, 0, 1, 3, 8, 2),
-        ev.Forked(1, 8),
+        ev.Forked(1, 9),
         ev.Forked(5, 7),
-        ev.Forked(2, 8),
-        ev.Forked(4, 8),
+        ev.Forked(2, 9),
+        ev.Forked(4, 9),
         ev.BlockPublished(2, 0, 0, 2, POOL.sequences[2].keys[0]),
         ev.BlockEvicted(1, 0, KEY_0),
+        ev.BlockStored(1, 0, KEY_0),
+        ev.BlockLoaded(7, 3, 0, 8, 0, (0, 1, 2, 3), KEY_0),
+        ev.BlockLoaded(7, 4, 0, 8, 1, (4, 5, 6, 7), KEY_1),
     ]
     for event in accepted:
         invariants.check_all(apply(POOL, event))
@@ -221,7 +239,7 @@ def test_events_behind_a_refused_one_leave_nothing_behind() -> None:
     """apply_all is all or nothing."""
     before = plain(POOL)
     with pytest.raises(InvariantBroken):
-        apply_all(POOL, [ev.Closed(0), ev.PoolReset(), ev.Opened(8), ev.Trimmed(8, 1)])
+        apply_all(POOL, [ev.Closed(0), ev.PoolReset(), ev.Opened(9), ev.Trimmed(9, 1)])
     assert plain(POOL) == before
 
 

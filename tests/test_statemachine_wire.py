@@ -22,11 +22,11 @@ ROWS = 64
 NAMES = (
     *("Opened", "PrefixAdopted", "Appended", "AppendedEach", "StepWritten", "Committed"),
     *("Trimmed", "Rewound", "FrontTrimmed", "BlockCopied", "Forked", "BlockPublished"),
-    *("BlockEvicted", "Reset", "Preempted", "Closed", "PoolReset"),
+    *("BlockEvicted", "Reset", "Preempted", "Closed", "PoolReset", "BlockStored", "BlockLoaded"),
 )
 
 
-def test_the_numbers_of_events_stay_and_18_to_21_are_kept_free() -> None:
+def test_the_numbers_of_events_stay_and_20_and_21_are_kept_free() -> None:
     """Tapes name events by these numbers: a new event takes the next one, nothing moves."""
     numbers = {kind.__name__: kind.__struct_config__.tag for kind in wire.EVENT_WIRES}
     wanted = {name: number for number, name in enumerate(NAMES, 1)} | {"CommittedEach": 22}
