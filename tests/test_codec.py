@@ -76,6 +76,7 @@ _BY_HINT[rec.RequestArrived] = _any(rec.RequestArrived)
 _BY_HINT[tuple[rec.RequestSnapshot, ...]] = st.lists(_any(rec.RequestSnapshot), max_size=2).map(
     tuple
 )
+_BY_HINT[tuple[rec.AdapterUsed, ...]] = st.lists(_any(rec.AdapterUsed), max_size=2).map(tuple)
 _BY_HINT[tuple[rec.BlocksOffered, ...]] = st.lists(_any(rec.BlocksOffered), max_size=2).map(tuple)
 any_record = st.one_of([_any(kind) for kind in rec.Record.__args__]).map(
     lambda it: structs.replace(it, format=1) if isinstance(it, rec.Header) else it
