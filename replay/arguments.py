@@ -6,6 +6,8 @@ import argparse
 import contextlib
 import sys
 
+from server.adapters import named_path
+
 TAPE_HELP = "a capture: file, .zst, folder of segments, or - (stdin)"
 
 
@@ -31,6 +33,14 @@ def margin(text: str) -> float:
         if (value := float(text)) >= 0:
             return value
     raise argparse.ArgumentTypeError(f"must be a number of 0 or more, not {text!r}")
+
+
+def named_folder(text: str) -> tuple[str, str]:
+    """An adapter as NAME=PATH, for argparse."""
+    try:
+        return named_path(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def tell(text: str) -> None:

@@ -7,16 +7,18 @@ Nothing here is imported before a depth asks for it; BLAS is loaded before MLX.
 from __future__ import annotations
 
 import platform
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from attrs import frozen
 
 from statemachine.geometry import OPAQUE
-from statemachine.records import Header
+from statemachine.records import Header, RequestArrived
 
 from .errors import Unusable
 
 if TYPE_CHECKING:
+    from kernel.adapters import Adapters
     from kernel.batch import Kernel
     from kernel.weights import LoadedModel
 
@@ -30,12 +32,62 @@ GPU_MARGIN = 0.5
 
 @frozen
 class Loaded:
-    """A tape's model. exact: device and BLAS are the recorded ones, so results must be equal."""
+    """A tape's model. exact: device and BLAS are the recorded ones, so results must be equal.
+
+    adapters: the model's; none before `add_adapters`, which goes by `given`.
+    """
 
     model: LoadedModel
     exact: bool
     margin: float
     note: str
+    adapters: Adapters | None = None
+    given: tuple[tuple[str, str], ...] = ()
+
+    def add_adapters(self, header: Header) -> None:
+        """Load those that the tape names, and those that were given. Raises Unusable.
+
+        After the kernel was made, which may lay the model's weights out anew.
+        """
+        from kernel.errors import KernelError
+
+        if self.adapters is None:
+            return
+        named = {name for name, _ in self.given}
+        asked = [(it.name, it.path) for it in header.adapters if it.name not in named]
+        for name, path in (*self.given, *asked):
+            try:
+                self.adapters.load(name, path)
+            except KernelError as error:
+                raise Unusable(
+                    f"adapter {name} cannot be loaded (--adapter {name}=PATH gives a path): {error}"
+                ) from error
+        found = {(it.name, it.digest) for it in self.adapters.held}
+        for it in header.adapters:
+            if (it.name, it.digest) not in found:
+                raise Unusable(
+                    f"adapter {it.name} is not that of the tape: its digest is not {it.digest}; "
+                    f"give the right one with --adapter {it.name}=PATH"
+                )
+
+    def serving(self, arrived: RequestArrived) -> AbstractContextManager[None]:
+        """Calls of the model for a request's rows alone. Raises Unusable without its adapter."""
+        self.require(arrived)
+        if self.adapters is None:
+            return nullcontext()
+        return self.adapters.serving_alone(arrived.namespace).rows()
+
+    def require(self, arrived: RequestArrived) -> None:
+        """Raises Unusable where a request has an adapter that is not loaded."""
+        space = arrived.namespace
+        if self.adapters is None or not space.adapter:
+            return
+        if (space.adapter, space.version) not in {it.key for it in self.adapters.held}:
+            raise Unusable(
+                f"request {arrived.request} had adapter {space.adapter} in version "
+                f"{space.version:016x}, which was loaded after the tape's header was written: give "
+                f"its folder with --adapter {space.adapter}=PATH"
+            )
 
 
 def load(header: Header, options: Options) -> Loaded:
@@ -48,6 +100,7 @@ def load(header: Header, options: Options) -> Loaded:
     path = options.model or header.model
     try:
         blas = load_blas()
+        from kernel.adapters import Adapters
         from kernel.weights import load_model, on_cpu
 
         model = load_model(path, progress=options.tell)
@@ -65,7 +118,9 @@ def load(header: Header, options: Options) -> Loaded:
     exact = (device, blas) == (header.device, header.blas)
     note = "" if exact else f"here {device}, {blas}; the tape {header.device}, {header.blas}"
     default = CPU_MARGIN if on_cpu() else GPU_MARGIN
-    return Loaded(model, exact, default if options.margin is None else options.margin, note)
+    margin = default if options.margin is None else options.margin
+    adapters = Adapters(model.model, model.turned_head_dim)
+    return Loaded(model, exact, margin, note, adapters, options.adapters)
 
 
 def device_name() -> str:
@@ -77,18 +132,23 @@ def device_name() -> str:
 
 
 def kernel_for(header: Header, loaded: Loaded) -> Kernel:
-    """The kernel that the tape was recorded with. Raises Unusable."""
+    """The kernel that the tape was recorded with, its adapters loaded. Raises Unusable."""
     from kernel.errors import KernelError
     from kernel.grammar import Grammars
     from kernel.model_kernel import ModelKernel
     from kernel.model_owned import ModelOwnedKernel
 
     masks = Grammars(loaded.model.tokenizer)
+    model, geometry, adapters = loaded.model.model, header.geometry, loaded.adapters
+    kernel: Kernel
     try:
-        if any(group.kind == OPAQUE for group in header.geometry.groups):
-            return ModelOwnedKernel(loaded.model.model, header.geometry, masks=masks)
-        return ModelKernel(
-            loaded.model.model, header.geometry, sanitize=header.sanitize, masks=masks
-        )
+        if any(group.kind == OPAQUE for group in geometry.groups):
+            kernel = ModelOwnedKernel(model, geometry, masks=masks, adapters=adapters)
+        else:
+            kernel = ModelKernel(
+                model, geometry, sanitize=header.sanitize, masks=masks, adapters=adapters
+            )
     except KernelError as error:
         raise Unusable(f"the tape's model cannot be run: {error}") from error
+    loaded.add_adapters(header)
+    return kernel

@@ -56,6 +56,7 @@ class ReferenceChecker:
             from kernel.grammar import Grammars
 
             self._loaded = load(record, self._options)
+            self._loaded.add_adapters(record)
             self._masks = Grammars(self._loaded.model.tokenizer)
         elif isinstance(record, StepPlanned):
             self._pieces[record.step] = self._fold.pieces[record.step]
@@ -91,8 +92,9 @@ class ReferenceChecker:
         assert self._loaded is not None
         self._requests += 1
         self._options.tell(f"request {answer.arrived.request} alone")
-        for first, rows in dense_rows(self._loaded.model.model, answer):
-            self._compare(answer, first, rows)
+        with self._loaded.serving(answer.arrived):
+            for first, rows in dense_rows(self._loaded.model.model, answer):
+                self._compare(answer, first, rows)
 
     def _compare(self, answer: Answer, first: int, rows: Any) -> None:
         """Samples from number `first` on against scores [n, vocab]."""

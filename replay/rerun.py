@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from .arguments import TAPE_HELP, margin, number, tell
+from .arguments import TAPE_HELP, margin, named_folder, number, tell
 from .cli import listing
 from .errors import Unusable
 from .fold import AT_END, EACH_EVENT, EACH_STEP
@@ -64,6 +64,14 @@ def _parser() -> argparse.ArgumentParser:
     model = parser.add_argument_group("the model, for forward and reference")
     model.add_argument("--model", metavar="PATH", help="where it is, if not where the tape says")
     model.add_argument(
+        "--adapter",
+        action="append",
+        default=[],
+        type=named_folder,
+        metavar="NAME=PATH",
+        help="where an adapter is, if not where the tape says; may be repeated",
+    )
+    model.add_argument(
         "--margin",
         type=margin,
         metavar="X",
@@ -84,6 +92,7 @@ def main(arguments: list[str]) -> int:
         Options(
             depth=given.depth,
             model=given.model,
+            adapters=tuple(given.adapter),
             margin=given.margin,
             start=given.start,
             until=given.until,

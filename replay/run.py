@@ -35,7 +35,8 @@ CLEAN, DIVERGED, UNUSABLE, TORN = 0, 1, 2, 3
 
 @frozen
 class Options:
-    """How a tape is replayed. margin None: a default that fits the device (models.py).
+    """How a tape is replayed. adapters: name and path of those that are not where the tape's header
+    says, or not on it. margin None: a default that fits the device (models.py).
 
     start: a step; begin at the last checkpoint before it. until: the last step to look at. only: a
     sequence; others are not compared. strict: a last step that was never answered is a crash.
@@ -44,6 +45,7 @@ class Options:
 
     depth: str = FOLD
     model: str | None = None
+    adapters: tuple[tuple[str, str], ...] = ()
     margin: float | None = None
     start: int | None = None
     until: int | None = None

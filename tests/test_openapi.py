@@ -28,7 +28,7 @@ from .http_server import LiveServer, live_server
 
 MODEL = "models/tiny"
 MESSAGES = [{"role": "user", "content": "hi"}]
-SETTINGS = Settings(grace_s=0.0, max_body_bytes=2000)
+SETTINGS = Settings(grace_s=0.0, max_body_bytes=2000, adapter_loading=True)
 
 
 @pytest.fixture
@@ -87,6 +87,7 @@ def test_a_body_that_is_streamed_has_both_content_types() -> None:
 # Whether what is served is as described
 
 CHAT = {"messages": MESSAGES}
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 BODIES: dict[str, Any] = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": {"prompt": "hi"},
@@ -94,6 +95,8 @@ BODIES: dict[str, Any] = {
     "/v1/messages": CHAT | {"max_tokens": 5},
     "/v1/messages/count_tokens": CHAT,
     "/v1/embeddings": {"input": "hi"},
+    LOAD: {"lora_name": "one", "lora_path": "word"},
+    UNLOAD: {"lora_name": "one"},
     "/tokenize": CHAT,
     "/detokenize": {"tokens": [104, 105]},
 }
@@ -141,9 +144,12 @@ def test_what_is_posted_is_answered_and_refused_as_described(
         return response.status_code
 
     body = BODIES[path]
+    if path == UNLOAD:
+        engine.load_adapter("one", "word")
     asks_engine = 429 in OPERATIONS["POST", path].refuses
     statuses = [post(body), post(b"{"), post(b"x" * 3000), post(body | {"model": "none"})]
-    assert statuses[1:] == [400, 413, 404]
+    # Loading names no model; what was unloaded is not there a second time.
+    assert statuses[1:] == [400, 413, 200 if path == LOAD else 404]
     # The scripted engine makes no vectors.
     assert statuses[0] == 200 or path == "/v1/embeddings"
     if OPERATIONS["POST", path].events is not None:
