@@ -40,7 +40,10 @@ WHITESPACE = r" |\n {0,16}|\n\t{0,8}"
 """Between the tokens of JSON: one blank, or a new line and what it is indented by. Without an end
 to it a small model writes blanks until its limit.
 """
-LIMITS = LLParserLimits(verbose_errors=False)
+LIMITS = LLParserLimits(initial_lexer_fuel=300_000, verbose_errors=False)
+"""The fuel bounds how long a regular expression with huge counts holds up the engine."""
+NOTHING_FOLLOWS = "NoExtensionBias"
+"""llguidance's word where no token can go on."""
 
 
 @lru_cache(maxsize=64)
@@ -55,8 +58,7 @@ def check_grammar(text: str) -> str:
         return str(error)
     failed, said = LLMatcher.validate_grammar_with_warnings(compiled, limits=LIMITS)
     if not (failed or said):
-        # Regular expressions are looked at only by a matcher, over whatever tokens.
-        wrong = LLMatcher(_bytes_tokenizer(), compiled, log_level=0, limits=LIMITS).get_error()
+        wrong = _begun(compiled)
         failed, said = bool(wrong), [wrong]
     return f"the grammar cannot be followed: {_line(said[0])}" if failed else ""
 
@@ -68,6 +70,23 @@ def lark_term(tokenizer: Tokenizer, text: str) -> str:
     token = tokenizer.added_token(text)
     special = token is not None and token in tokenizer.special_tokens
     return f"<[{token}]>" if special else json.dumps(text)
+
+
+def _begun(compiled: str) -> str:
+    """Why no answer can begin, or take its first byte; empty where one can.
+
+    Regular expressions are looked at only by a matcher, over whatever tokens, and by some only as
+    they are gone through.
+    """
+    matcher = LLMatcher(_bytes_tokenizer(), compiled, log_level=0, limits=LIMITS)
+    if not matcher.is_error():
+        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+        matcher.try_consume_tokens(np.flatnonzero(bits)[:1].tolist())
+    wrong: str = matcher.get_error()
+    if wrong.startswith(NOTHING_FOLLOWS):
+        # Special tokens that a grammar names are none of the bytes.
+        return "" if "<" in compiled else "no text matches it"
+    return wrong
 
 
 @define

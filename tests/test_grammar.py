@@ -105,6 +105,10 @@ def test_a_grammar_is_checked_in_a_sentence(grammar: str, said: str) -> None:
         {"json_schema": {"enum": [str(number) * 9 for number in range(20_000)]}},
         {"lark": "start: /(?=a)/"},
         {"json_schema": {"$ref": "#/$defs/none"}},
+        {"json_schema": {"$ref": "#"}},
+        {"lark": "start: start"},
+        {"regex": "[^\\s\\S]"},
+        {"regex": "a{1000000}"},
     ],
 )
 def test_what_would_fail_later_is_found_before(grammar: dict[str, Any]) -> None:
