@@ -1,6 +1,7 @@
 """Real models under loads: tiny random ones in folders of their own, and the bundled SmolLM2.
 
-A kernel's name is TINY (a llama), SMOLLM2, or an architecture of tiny_families.
+A kernel's name is TINY (a llama), SMOLLM2, or an architecture of tiny_families: those run over
+caches of their own here, whether pages would hold them or not.
 
 Owns what has to be loaded once, and the header that lets replay load the same model. Imports MLX
 when a model is asked for, behind its BLAS.
@@ -67,8 +68,10 @@ def model(kernel: str) -> LoadedModel:
 @functools.cache
 def family(kernel: str) -> Family:
     """How the model of a load is served."""
-    from kernel.families import family_of
+    from kernel.families import Family, family_of
 
+    if kernel not in (TINY, SMOLLM2):
+        return Family(None, "over caches of its own")
     return family_of(model(kernel).model)
 
 
