@@ -70,7 +70,8 @@ class Desk:
         for model in models:
             if name == model.id:
                 return model
-        known = " and ".join(repr(model.id) for model in models)
+        first, *more = (repr(model.id) for model in reversed(models))
+        known = " and ".join([", ".join(reversed(more)), first]) if more else first
         raise ApiError(
             f"The model {name!r} does not exist here; this server has {known}.",
             status=404,
