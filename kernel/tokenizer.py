@@ -186,6 +186,7 @@ class Tokenizer:
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,
         add_generation_prompt: bool = True,
         **extra: Any,
     ) -> list[int]:
@@ -200,6 +201,7 @@ class Tokenizer:
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,
         add_generation_prompt: bool = True,
         **extra: Any,
     ) -> str:

@@ -5,6 +5,8 @@ Owns the fields, their ranges, and their way into Parameters.
 
 from __future__ import annotations
 
+import re
+
 from msgspec import Struct
 
 from kernel.tokenizer import Tokenizer
@@ -19,6 +21,8 @@ STOPS_MAX = 4
 STOP_CHARACTERS_MAX = 1000
 COPIES_MAX = 128
 BIAS_MAX = 100.0
+_TOKEN = re.compile("[0-9]{1,18}")
+"""A token id; Python refuses to read numbers of many thousand digits."""
 
 
 class StreamOptions(Struct):
@@ -144,9 +148,10 @@ def bias_of(biases: dict[str, float] | None) -> tuple[tuple[int, float], ...]:
     """(token, bias) pairs, by token. Raises ApiError (400)."""
     found: dict[int, float] = {}
     for name, bias in (biases or {}).items():
-        if not (name.isascii() and name.isdecimal()):
+        if not _TOKEN.fullmatch(name):
             raise ApiError(
-                f"logit_bias names the token {name!r}; token ids are numbers.", param="logit_bias"
+                f"logit_bias names the token {name[:20]!r}; token ids are numbers.",
+                param="logit_bias",
             )
         if not -BIAS_MAX <= bias <= BIAS_MAX:
             raise ApiError(

@@ -144,6 +144,9 @@ def test_special_tokens_in_a_message_are_parsed_too_as_documented() -> None:
 def test_template_variables_reach_the_template() -> None:
     tokenizer = with_template("{{ bos_token }}{{ tools | tojson }}", bos_token="B")
     assert tokenizer.render_chat(HI, tools=[{"a": "<é>"}]) == 'B[{"a": "<é>"}]'
+    variables = {"self": "any", "messages": HI}
+    named = with_template("{{ self is defined }}{{ messages[0].content }}")
+    assert named.render_chat(HI, **variables) == "Truehi"
 
 
 def test_a_line_of_control_leaves_no_blank_line() -> None:

@@ -74,6 +74,7 @@ def read(**fields: Any) -> ChatRequest:
         ({"logit_bias": {"5": -100.5}}, "logit_bias"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"logit_bias": {"-1": 1}}, "logit_bias"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
         ({"logit_bias": {"5": "1"}}, "logit_bias"),
         ({"logit_bias": [5]}, "logit_bias"),
         ({"priority": 2**31}, "priority"),
