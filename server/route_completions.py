@@ -66,7 +66,7 @@ class CompletionShape(Shape):
         if request.echo:
             texts = {it.prompt: desk.tokenizer.decode(it.prompt) for it in answers if not it.copy}
             self._echo = [texts[it.prompt] for it in answers]
-        self._due = [bool(text) for text in self._echo]
+        self._due = [bool(request.echo) for _ in answers]
         self._untold: list[list[Told]] = [[] for _ in answers]
 
     def whole(self, news: list[News]) -> TextCompletion:

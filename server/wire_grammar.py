@@ -145,4 +145,6 @@ def _of_choice(param: str, given: list[str] | None) -> dict[str, Any] | None:
         return None
     if not all(given) or not given:
         raise ApiError(f"{param} needs texts, none of them empty.", param=param)
-    return {"lark": "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in given)}
+    # Lark takes DEL, which JSON has as it is, only escaped.
+    texts = (json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f") for text in given)
+    return {"lark": "start: " + " | ".join(texts)}

@@ -261,6 +261,15 @@ def test_an_echo_with_logprobs_tells_those_of_the_prompt_but_for_its_first_token
     assert [parameters.logprobs for parameters in asked_for] == [2] * n
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echoed_prompt_of_special_tokens_has_logprobs_and_no_text(stream: bool) -> None:
+    with asked() as (engine, create):
+        prompt = engine.tokenizer.encode(END)
+        found = logprobs_of(create(prompt, echo=True, logprobs=1, stream=stream), stream)
+    assert found[0]["tokens"][0] == END
+    assert found[0]["text_offset"][:2] == [0, 0]
+
+
 def logprobs_of(answer: Any, stream: bool) -> dict[int, dict[str, Any]]:
     """The lists of each choice, chunks joined."""
     found: dict[int, dict[str, Any]] = {}

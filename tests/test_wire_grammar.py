@@ -39,6 +39,7 @@ def schema_format(schema: Any) -> dict[str, Any]:
         ({"guided_json": json.dumps(SCHEMA)}, {"json_schema": SCHEMA}),
         ({"guided_regex": "[0-9]+"}, {"regex": "[0-9]+"}),
         ({"guided_choice": ["yes", 'n"o\né']}, {"lark": 'start: "yes" | "n\\"o\\né"'}),
+        ({"guided_choice": ["\x7f"]}, {"lark": 'start: "\\u007f"'}),
         ({"guided_grammar": 'start: "a"'}, {"lark": 'start: "a"'}),
         ({"structured_outputs": {"json": SCHEMA}}, {"json_schema": SCHEMA}),
         ({"structured_outputs": {"regex": "a*"}}, {"regex": "a*"}),
