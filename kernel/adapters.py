@@ -253,7 +253,7 @@ class Adapters:
         folder = files.folder
         if layer is None:
             raise AdapterError(f"{folder} is not for this model, which has no layer {name!r}")
-        if not isinstance(layer, (Linear, QuantizedLinear)):
+        if _kind(layer) not in (Linear, QuantizedLinear):
             raise AdapterError(
                 f"{folder} changes {name} ({type(layer).__name__}), and only linear layers can "
                 "have adapters: train it without that layer (lora_parameters.keys)"
@@ -272,6 +272,11 @@ class Adapters:
         if self._turned and name.rpartition(".")[2] in TURNED:
             b = _turned(b, self._turned)
         return Pair(a, b, files.scale)
+
+
+def _kind(layer: Any) -> Any:
+    """A layer's class, as it was without adapters; models have subclasses that mean other things."""
+    return type(layer).__bases__[-1] if isinstance(layer, _Adapted) else type(layer)
 
 
 def _dimensions(layer: Any) -> tuple[int, int]:

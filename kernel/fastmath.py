@@ -89,7 +89,7 @@ def turn_weights(model: Any) -> int:
     """
     turned = 0
     for _, layer in model.named_modules():
-        if type(layer) is Linear and layer.weight.dtype == mx.float32:
+        if isinstance(layer, Linear) and layer.weight.dtype == mx.float32:
             columns = mx.contiguous(layer.weight.T)
             mx.eval(columns)
             layer.weight = columns.T

@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from . import ahead, blocks, drafts, forks, layers, lengths, model_owned, pending, policy, queueing
+from . import (
+    adapters,
+    ahead,
+    blocks,
+    drafts,
+    forks,
+    layers,
+    lengths,
+    model_owned,
+    pending,
+    policy,
+    queueing,
+)
 from .fault import Fault
 
 ALL: tuple[Fault, ...] = (
@@ -16,6 +28,7 @@ ALL: tuple[Fault, ...] = (
     *forks.FAULTS.faults,
     *queueing.FAULTS.faults,
     *model_owned.FAULTS.faults,
+    *adapters.FAULTS.faults,
 )
 
 BY_NAME = {fault.name: fault for fault in ALL}

@@ -22,11 +22,13 @@ from msgspec import structs
 from server.capture import CaptureWriter
 from server.loop import Parts
 from statemachine.geometry import Geometry
-from statemachine.records import FORMAT, Header
+from statemachine.records import FORMAT, AdapterUsed, Header
 
+from .adapters import write
 from .loads import SMOLLM2, TINY, Load
 
 if TYPE_CHECKING:
+    from kernel.adapters import Adapters
     from kernel.families import Family
     from kernel.weights import LoadedModel
 
@@ -89,6 +91,29 @@ def geometry(load: Load) -> Geometry:
     )
 
 
+@functools.cache
+def adapter_path(name: str) -> str:
+    """The folder of an adapter that requests of a load have."""
+    folder = tempfile.mkdtemp(prefix=f"adapter-{name}-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return str(write(Path(folder), name))
+
+
+@functools.cache
+def _adapters(kernel: str) -> Adapters:
+    from kernel.adapters import Adapters
+
+    return Adapters(model(kernel).model)
+
+
+def adapters(load: Load) -> Adapters:
+    """Those that a load's requests have; a model has one object for all of them."""
+    held = _adapters(load.kernel)
+    for name in sorted({it.namespace.adapter for it in load.requests} - {""}):
+        held.load(name, adapter_path(name))
+    return held
+
+
 def header(load: Load, pool: Geometry) -> Header:
     """A header that replay takes for this model, device and BLAS."""
     from kernel.families import capabilities_of
@@ -109,6 +134,7 @@ def header(load: Load, pool: Geometry) -> Header:
         sanitize=load.sanitize if pool.groups[0].paged else "off",
         context_tokens=load.policy.context_tokens,
         layers=held.layers,
+        adapters=tuple(AdapterUsed(it.name, it.digest, it.path) for it in adapters(load).held),
     )
 
 
@@ -125,7 +151,9 @@ def parts(load: Load) -> Callable[[CaptureWriter], Parts]:
         kernel: Kernel
         if pool.groups[0].paged:
             layout = family(load.kernel).layout
-            kernel = ModelKernel(held.model, pool, sanitize=load.sanitize, layout=layout)
+            kernel = ModelKernel(
+                held.model, pool, sanitize=load.sanitize, layout=layout, adapters=adapters(load)
+            )
         else:
             kernel = ModelOwnedKernel(held.model, pool, check=False)
         head = header(load, pool)
