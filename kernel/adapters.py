@@ -275,7 +275,7 @@ class Adapters:
 
 
 def _kind(layer: Any) -> Any:
-    """A layer's class, as it was without adapters; models have subclasses that mean other things."""
+    """A layer's class without adapters; models have subclasses that mean other things."""
     return type(layer).__bases__[-1] if isinstance(layer, _Adapted) else type(layer)
 
 

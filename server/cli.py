@@ -38,7 +38,7 @@ EXPECTED = (KernelError, CaptureError, ListenError, CommandFailed, EngineStopped
 SERVING_ONLY = (
     *("host", "port", "max_waiting", "max_body_bytes", "max_header_bytes", "body_timeout_s"),
     *("request_timeout_s", "keep_alive_s", "grace_s", "api_key", "api_key_file", "public_metrics"),
-    *("cors_origins", "tls_cert", "tls_key", "adapter_loading"),
+    *("cors_origins", "tls_cert", "tls_key", "adapter", "adapter_loading"),
 )
 """Settings that mean nothing where nothing is served."""
 
