@@ -97,7 +97,7 @@ class Dialect(Protocol):
 
     in_place: bool
     blocks: int
-    """Blocks that run at once."""
+    """How many keep the device busy."""
 
     def decode(
         self, shape: Shape, plan: mx.array, counts: RowsPlan, queries: mx.array, layer: Layer

@@ -28,7 +28,7 @@ from .pages import PageStep
 
 def choose(model: Any, layout: Layout, block_size: int) -> tuple[Dialect | None, str]:
     """The dialect to use, or None and why not; no reason where nobody would expect one."""
-    dialect = _of_device()
+    dialect = of_device()
     if dialect is None or not layout.way.packed:
         return None, ""
     return suited(model, layout, block_size, dialect)
@@ -89,7 +89,8 @@ class _Recorder:
         """Nothing is held."""
 
 
-def _of_device() -> Dialect | None:
+def of_device() -> Dialect | None:
+    """This device's kernels, unchecked; None where it has none."""
     if mx.default_device() != mx.Device(mx.gpu):
         return None
     if mx.cuda.is_available():

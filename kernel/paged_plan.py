@@ -23,8 +23,10 @@ Bools = npt.NDArray[np.bool_]
 TILE = 16
 """Keys that a warp takes at a time; decode.h's TILE."""
 ITEM_INTS = 12
-SPLIT_TILES_MIN = 16
-"""No item is made shorter than that many tiles: a block has to pay for its start and its merge."""
+ITEM_TILES = (32, 86)
+"""No item is meant to be shorter or longer: a block has to pay for its start and for the merge of a
+row's items, and the last blocks run beside idle ones.
+"""
 NOWHERE = 2**31 - 1
 """A start that no position reaches: all keys are in the pages."""
 
@@ -59,12 +61,12 @@ def plan_rows(
     in_place: bool,
     columns: int,
     blocks: int,
-    split_tiles: int | None = None,
+    item_tiles: int | None = None,
 ) -> RowsPlan:
     """Each row of `pieces` as items of about as many tiles.
 
     in_place: keys of this step are read from the step's own rows, and written by the items.
-    columns: blocks that each item takes; blocks: how many run at once. split_tiles: the most tiles
+    columns: blocks that each item takes; blocks: how many keep the device busy. item_tiles: tiles
     of an item, chosen from these if None. Raises BadBatch where a row read has no block.
     """
     counts = metadata.rows[pieces]
@@ -77,8 +79,9 @@ def plan_rows(
     starts = metadata.start[pieces] if in_place else np.full(len(pieces), NOWHERE)
     tables = _tables(metadata, group, pieces, starts)
     tiles = _tiles(until, live_from, sink)
-    most = split_tiles or _split_tiles(int(tiles.sum()), columns, blocks)
-    splits = -(-tiles // most)
+    aim = item_tiles or _item_tiles(int(tiles.sum()), columns, blocks)
+    # A row that is a little longer than an item stays whole: a merge costs more than the wait.
+    splits = np.maximum(1, (tiles + aim // 2) // aim)
     first = np.cumsum(splits) - splits
     row = np.repeat(np.arange(len(rows)), splits)
     place = np.arange(len(row)) - first[row]
@@ -128,9 +131,10 @@ def _tiles(until: Longs, live_from: Longs, sink: int) -> Longs:
     return tiles
 
 
-def _split_tiles(tiles: int, columns: int, blocks: int) -> int:
-    """The most tiles of an item, so that all items are done in about one go of `blocks`."""
-    return max(SPLIT_TILES_MIN, -(-tiles * columns // blocks))
+def _item_tiles(tiles: int, columns: int, blocks: int) -> int:
+    """Tiles of an item, so that one go of `blocks` does all; several goes where these are long."""
+    shortest, longest = ITEM_TILES
+    return min(longest, max(shortest, -(-tiles * columns // blocks)))
 
 
 def _tables(metadata: StepMetadata, group: int, pieces: Longs, starts: Longs) -> Ints:

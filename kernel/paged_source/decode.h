@@ -229,7 +229,7 @@ FN void merge_warps(GROUP const float* mixes, GROUP const float* peaks, GROUP co
 template <typename T, int VALUE, bool SINKS>
 FN void merge_splits(GLOBAL const float* parts, GLOBAL const float* tops, GLOBAL T* out, float sink,
                      int first, int splits, int all_heads, int head, int four) {
-  enum { BATCH = 8 };
+  enum { BATCH = 16 };
   float peak = NEVER, total = 0.0f, mix[4] = {0.0f, 0.0f, 0.0f, 0.0f};
   for (int begin = 0; begin < splits; begin += BATCH) {
     float part[BATCH][4], top[BATCH], weight[BATCH], highest = peak;

@@ -1,13 +1,18 @@
-"""A GPU at a glance: logits over pages against mlx-lm's caches, then step times of real shapes.
+"""A GPU at a glance: logits over pages against mlx-lm's caches, then times of real shapes.
 
-`python -m tests.bench.device`. Random weights in bfloat16: times do not depend on them.
+`python -m tests.bench.device [checks|layer|steps|prefill|memory ...]`; all of them by default.
+Random weights in bfloat16: times do not depend on them. `tables` is attention by a kernel that
+reads block tables, where this device has one; `gather` is what serves without it.
 """
 
 from __future__ import annotations
 
 import statistics
+import sys
 import time
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 from kernel.blas import load_blas
 
@@ -16,16 +21,29 @@ load_blas()
 import mlx.core as mx  # noqa: E402
 from mlx.utils import tree_map  # noqa: E402
 from mlx_lm.models import llama  # noqa: E402
-from mlx_lm.models.cache import BatchKVCache  # noqa: E402
+from mlx_lm.models.cache import BatchKVCache, make_prompt_cache  # noqa: E402
 
+from kernel import model_kernel  # noqa: E402
+from kernel.attention import attend  # noqa: E402
+from kernel.batch import Batch, Piece  # noqa: E402
+from kernel.context import StepContext  # noqa: E402
+from kernel.forward import Forward  # noqa: E402
+from kernel.layout import look  # noqa: E402
+from kernel.metadata import build  # noqa: E402
 from kernel.model_kernel import ModelKernel  # noqa: E402
+from kernel.paged_attention import Dialect, Layer, StepTables, shape_of  # noqa: E402
+from kernel.paged_check import disagreement  # noqa: E402
+from kernel.paged_choice import choose  # noqa: E402
 from kernel.tiny import tiny_llama  # noqa: E402
 from server.engine import Engine  # noqa: E402
 from server.loop import Parts  # noqa: E402
 from server.policy import Policy  # noqa: E402
 from server.submission import Submission, Update  # noqa: E402
+from statemachine.events import Namespace  # noqa: E402
 from statemachine.geometry import Geometry, Group  # noqa: E402
 from statemachine.records import Parameters  # noqa: E402
+from statemachine.sequence import Sequence  # noqa: E402
+from tests.paged import Runner, dense_logits, random_tokens  # noqa: E402
 
 SHAPES: dict[str, dict[str, Any]] = {
     "135M shape": {
@@ -48,21 +66,58 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 CONTEXT_TOKENS = 512
 STEPS = 30
+LAYERS = ((32, 1024), (32, 8192), (1, 32768), (64, 512))
+"""Rows and context of the layer that is timed alone: 32 query heads, 8 of K and V, of 128."""
+CALLS = 40
+MEMORY_STEPS = 500
+PROMPT_TOKENS = 2048
+MEMORY_BLOCKS = 16200
+
+
+def device_kernels() -> Dialect | None:
+    """The kernels of this device, unchecked."""
+    from kernel.paged_choice import of_device
+
+    return of_device()
+
+
+def device_dialect(model: Any) -> tuple[Dialect | None, str]:
+    """What reads block tables here, and why nothing does."""
+    return choose(model, look(model), 16)
 
 
 def check() -> None:
-    """Tiny models of both kinds of head, on this device."""
-    from kernel.layout import look
-    from kernel.probe import References, difference, paged_rows
-
+    """Tiny models on this device: mlx-lm's own caches against pages, by gather and by tables."""
     for tied in (True, False):
         model = tiny_llama(3, tied=tied)
-        layout, references = look(model), References(model)
-        tokens, wanted = references.tokens(layout.vocab_size), references.rows(layout.vocab_size)
-        worst, _ = difference(paged_rows(model, layout, tokens), wanted, layout)
-        print(
-            f"tiny llama, {'tied' if tied else 'untied'}: off by {worst:.1e} of the largest logit"
-        )
+        dialect, reason = device_dialect(model)
+        print(f"tables: {'in use' if dialect else 'not in use'} {reason}")
+        prompts = [random_tokens(seed, count) for seed, count in ((1, 21), (2, 40), (3, 15))]
+        wanted = [dense_logits(model, tokens, len(tokens) - 6) for tokens in prompts]
+        for name, kernels in (("gather", None), ("tables", dialect)):
+            if name == "tables" and kernels is None:
+                continue
+            runner = Runner(model, num_blocks=32, block_size=16)
+            runner.forward = Forward(model, look(model), dialect=kernels)
+            worst = _apart(runner, prompts, wanted)
+            kind = "tied" if tied else "untied"
+            print(f"tiny llama, {kind}, {name}: off by {worst:.1e} of the largest logit")
+
+
+def _apart(runner: Runner, prompts: list[list[int]], wanted: list[Any]) -> float:
+    """Prompts in pieces, then six tokens one by one, all sequences in each step."""
+    worst = 0.0
+    starts = [[], [], []]
+    for seq, tokens in enumerate(prompts):
+        starts[seq] = [tokens[:5], tokens[5:-6], *[[token] for token in tokens[-6:]]]
+    for step in range(8):
+        pieces = [runner.book.append(seq, parts[step]) for seq, parts in enumerate(starts)]
+        logits = runner.run(*pieces)
+        if step:
+            for seq, rows in enumerate(logits):
+                right = wanted[seq][step - 1]
+                worst = max(worst, float(abs(rows - right).max() / abs(right).max()))
+    return worst
 
 
 def check_lookahead() -> None:
@@ -70,7 +125,7 @@ def check_lookahead() -> None:
     from kernel.families import groups_for
 
     model = tiny_llama(3)
-    geometry = Geometry(block_size=4, groups=groups_for(model, 64))
+    geometry = Geometry(block_size=16, groups=groups_for(model, 32))
     answers = []
     for policy in (
         Policy(),
@@ -90,6 +145,92 @@ def check_lookahead() -> None:
         engine.stop()
     same = [answer == answers[0] for answer in answers]
     print(f"lookahead, drafts, both: the same tokens as neither: {same[1:]}")
+
+
+class LayerCase:
+    """One layer's attention of `rows` sequences of `context` rows each, a row of each in a step."""
+
+    def __init__(self, rows: int, context: int, ragged: bool = False) -> None:
+        lengths = [context] * rows
+        if ragged and rows > 1:  # as many tokens in all
+            lengths = [context // 2 + context * place // (rows - 1) for place in range(rows)]
+        covers = [-(-length // 16) for length in lengths]
+        order = mx.random.permutation(sum(covers)).tolist()
+        pieces = []
+        for seq, (length, cover) in enumerate(zip(lengths, covers, strict=True)):
+            table = tuple(order.pop() for _ in range(cover))
+            sequence = Sequence(seq, Namespace(), 0, length, tables=(table,), starts=(0,))
+            pieces.append(Piece(sequence, (0,)))
+        self.geometry = Geometry(block_size=16, groups=(Group(num_blocks=sum(covers)),))
+        self.metadata = build(Batch(0, tuple(pieces)), self.geometry)
+        self.rows, self.context, self.scale = rows, context, 128**-0.5
+        pages = (sum(covers), 16, 8, 128)
+        self.layer = Layer(0, *(_random(*dims) for dims in (pages, pages, *[(rows, 8, 128)] * 2)))
+        self.queries = _random(rows, 32, 1, 128)
+        mx.eval(self.queries, self.layer.key_pages, self.layer.value_pages, self.layer.keys)
+
+    def tables(self, dialect: Dialect) -> Callable[[mx.array], mx.array]:
+        tables = StepTables(dialect, self.metadata)
+        return lambda queries: tables.attend(0, queries, self.layer, self.scale)
+
+    def gather(self) -> Callable[[mx.array], mx.array]:
+        context, layer = StepContext(self.metadata), self.layer
+        return lambda queries: attend(
+            context, 0, queries, layer.key_pages, layer.value_pages, self.scale
+        )
+
+    def dense(self) -> Callable[[mx.array], mx.array]:
+        shape = (self.rows, 8, self.context, 128)
+        keys, values = _random(*shape), _random(*shape)
+        mx.eval(keys, values)
+        return lambda queries: mx.fast.scaled_dot_product_attention(
+            queries, keys, values, scale=self.scale
+        )
+
+
+def _random(*dims: int) -> mx.array:
+    return mx.random.normal(dims, mx.bfloat16)
+
+
+def call_us(call: Callable[[mx.array], mx.array], queries: mx.array, calls: int = CALLS) -> float:
+    """Microseconds of a call in a chain of dependent ones: the slope over their number."""
+
+    def chain(count: int) -> float:
+        best = float("inf")
+        for _ in range(5):
+            out = queries
+            for _ in range(count):
+                out = call(out)
+            started = time.perf_counter()
+            mx.eval(out)
+            best = min(best, time.perf_counter() - started)
+        return best
+
+    chain(2)
+    short, long = chain(calls // 4), chain(calls)
+    return (long - short) / (calls - calls // 4) * 1e6
+
+
+def layers() -> None:
+    """A table: attention of one layer, by a dense kernel, by tables and by the gather."""
+    print(
+        f"{'rows x context':<16}{'dense us':>10}{'tables us':>11}{'ragged us':>11}{'gather us':>11}"
+    )
+    for rows, context in LAYERS:
+        case = LayerCase(rows, context)
+        dialect = device_kernels()
+        asked = shape_of(case.layer, 32, case.scale)
+        reason = disagreement(dialect, [(asked, case.geometry.groups[0])]) if dialect else "none"
+        dense = call_us(case.dense(), case.queries)
+        gather = call_us(case.gather(), case.queries, 8)
+        tables = ragged = float("nan")
+        if dialect and not reason:
+            tables = call_us(case.tables(dialect), case.queries)
+            uneven = LayerCase(rows, context, ragged=True)
+            ragged = call_us(uneven.tables(dialect), uneven.queries)
+        name = f"{rows} x {context}"
+        print(f"{name:<16}{dense:>10.1f}{tables:>11.1f}{ragged:>11.1f}{gather:>11.1f} {reason}")
+        mx.clear_cache()
 
 
 def make(shape: dict[str, Any]) -> Any:
@@ -119,18 +260,31 @@ class _Tokens:
         self.tokens += update.tokens
 
 
-def paged_ms(model: Any, batch: int, lookahead: bool) -> tuple[float, float]:
+def _parts(model: Any, geometry: Geometry, policy: Policy, dialect: Dialect | None) -> Parts:
+    """A kernel with just that dialect: the gather, where there is none."""
+    with mock.patch.object(model_kernel, "choose", return_value=(dialect, "")):
+        return Parts(ModelKernel(model, geometry, check=False), policy)
+
+
+def paged_ms(
+    model: Any,
+    batch: int,
+    lookahead: bool,
+    dialect: Dialect | None,
+    steps: int = STEPS,
+    blocks: int = 0,
+) -> tuple[float, float]:
     """Median milliseconds of a decode step through the engine, and GB beyond the pool."""
-    geometry = Geometry(block_size=16, groups=(Group(num_blocks=batch * 40),))
+    geometry = Geometry(block_size=16, groups=(Group(num_blocks=blocks or batch * 40),))
     policy = Policy(
         max_batch_tokens=8192, max_running=batch, prefill_chunk=2048, lookahead=lookahead
     )
-    engine = Engine(lambda: Parts(ModelKernel(model, geometry, check=False), policy))
+    engine = Engine(lambda: _parts(model, geometry, policy, dialect))
     engine.open()
     sink = _Times()
     for number in range(batch):
         prompt = tuple((number * 7 + place) % 997 for place in range(CONTEXT_TOKENS))
-        parameters = Parameters(max_tokens=STEPS)
+        parameters = Parameters(max_tokens=steps)
         engine.submit(Submission(prompt, parameters), sink if number == 0 else _Times())
     while engine.step() and not sink.at:
         pass
@@ -139,8 +293,10 @@ def paged_ms(model: Any, batch: int, lookahead: bool) -> tuple[float, float]:
     before = mx.get_active_memory()
     while engine.step():
         pass
-    steps = [b - a for a, b in zip(sink.at, sink.at[1:], strict=False)]
-    return statistics.median(steps) * 1e3, (mx.get_peak_memory() - before) / 1e9
+    apart = [b - a for a, b in zip(sink.at, sink.at[1:], strict=False)]
+    extra = (mx.get_peak_memory() - before) / 1e9
+    engine.stop()
+    return statistics.median(apart) * 1e3, extra
 
 
 def dense_ms(model: Any, batch: int) -> float:
@@ -158,28 +314,87 @@ def dense_ms(model: Any, batch: int) -> float:
     return statistics.median(times) * 1e3
 
 
-def main() -> None:
-    """Checks, then a table."""
-    print(mx.default_device(), mx.device_info().get("device_name", ""))
-    check()
-    check_lookahead()
+def steps() -> None:
+    """A table: a decode step of real shapes, by tables and by gather, read at once and ahead."""
     print(
-        f"{'shape':<12}{'rows':>5}{'paged ms':>10}{'ahead ms':>10}{'mlx-lm ms':>11}"
-        f"{'over pool GB':>14}{'ahead GB':>10}"
+        f"{'shape':<12}{'rows':>5}{'tables ms':>11}{'ahead ms':>10}{'gather ms':>11}"
+        f"{'ahead ms':>10}{'mlx-lm ms':>11}{'tables GB':>11}{'ahead GB':>10}"
     )
     for name, shape in SHAPES.items():
         model = make(shape)
+        dialect, reason = device_dialect(model)
         for batch in (1, 8, 32, 64):
-            paged, extra = paged_ms(model, batch, lookahead=False)
-            ahead, ahead_extra = paged_ms(model, batch, lookahead=True)
+            cells = [paged_ms(model, batch, ahead, dialect) for ahead in (False, True)]
+            cells += [paged_ms(model, batch, ahead, None) for ahead in (False, True)]
+            times = "".join(
+                f"{cell[0]:>{width}.2f}"
+                for cell, width in zip(cells, (11, 10, 11, 10), strict=True)
+            )
             dense = dense_ms(model, batch)
             print(
-                f"{name:<12}{batch:>5}{paged:>10.2f}{ahead:>10.2f}{dense:>11.2f}"
-                f"{extra:>14.2f}{ahead_extra:>10.2f}",
+                f"{name:<12}{batch:>5}{times}{dense:>11.2f}{cells[0][1]:>11.2f}{cells[1][1]:>10.2f}"
+                f" {reason}",
                 flush=True,
             )
         del model
         mx.clear_cache()
+
+
+def prefill() -> None:
+    """Prompt tokens a second: one prompt in one step, by tables, by gather, and by mlx-lm."""
+    model = make(SHAPES["8B shape"])
+    dialect, _ = device_dialect(model)
+    rates = [prefill_rate(model, kernels) for kernels in (dialect, None)]
+    tokens = mx.array([[place % 997 for place in range(PROMPT_TOKENS)]])
+    times = []
+    for _ in range(4):
+        caches = make_prompt_cache(model)
+        started = time.perf_counter()
+        mx.eval(model(tokens, cache=caches)[:, -1])
+        times.append(time.perf_counter() - started)
+    print(
+        f"{PROMPT_TOKENS} prompt tokens, 8B shape, tokens/s: tables {rates[0]:,.0f}, "
+        f"gather {rates[1]:,.0f}, mlx-lm {PROMPT_TOKENS / min(times):,.0f}"
+    )
+
+
+def prefill_rate(model: Any, dialect: Dialect | None) -> float:
+    """Prompt tokens a second until the first token is read, the best of several prompts."""
+    geometry = Geometry(block_size=16, groups=(Group(num_blocks=1024),))
+    policy = Policy(max_batch_tokens=8192, max_running=4, prefill_chunk=PROMPT_TOKENS)
+    engine = Engine(lambda: _parts(model, geometry, policy, dialect))
+    engine.open()
+    best = float("inf")
+    for number in range(4):
+        sink = _Times()
+        prompt = tuple((number * 7 + place) % 997 for place in range(PROMPT_TOKENS))
+        started = time.perf_counter()
+        engine.submit(Submission(prompt, Parameters(max_tokens=1)), sink)
+        while engine.step() and not sink.at:
+            pass
+        best = min(best, sink.at[0] - started)
+    engine.stop()
+    return PROMPT_TOKENS / best
+
+
+def memory() -> None:
+    """Peak memory over many steps with lookahead, over a pool of 34 GB."""
+    model = make(SHAPES["8B shape"])
+    dialect, _ = device_dialect(model)
+    _, extra = paged_ms(model, 64, True, dialect, MEMORY_STEPS, MEMORY_BLOCKS)
+    print(
+        f"{MEMORY_STEPS} steps of 64 rows ahead, 34 GB pool: {extra:.2f} GB beyond it at the peak"
+    )
+
+
+def main() -> None:
+    """Checks, then tables."""
+    print(mx.default_device(), mx.device_info().get("device_name", ""))
+    parts = {"checks": (check, check_lookahead), "layer": (layers,), "steps": (steps,)}
+    parts |= {"prefill": (prefill,), "memory": (memory,)}
+    for name in sys.argv[1:] or parts:
+        for part in parts[name]:
+            part()
 
 
 if __name__ == "__main__":
