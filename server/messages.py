@@ -14,6 +14,7 @@ from kernel.tokenizer import Tokenizer
 
 from .asking import Ask
 from .dialect import Prompt, dialect_of
+from .wire_grammar import grammar_of
 from .wire_messages import Block, Counted, Message, MessagesRequest
 from .wire_sampling import check_vocabulary
 
@@ -57,6 +58,7 @@ def prompt_of(request: Counted, tokenizer: Tokenizer) -> Prompt:
         request.offered,
         request.choice,
         parallel=request.parallel,
+        grammar=grammar_of(request),
         prefill=prefill,
         extra=extra,
     )

@@ -46,9 +46,8 @@ async def chat_completions(request: Request) -> Response:
     chat = read_chat_request(body)
     desk.check_model(chat.model)
     external_id = response_id(request, "chatcmpl-")
-    ask = await desk.aside(
-        len(body), ask_of_chat, chat, desk.tokenizer, external_id, slow=chat.constrained
-    )
+    slow = chat.constrained or bool(chat.tools)
+    ask = await desk.aside(len(body), ask_of_chat, chat, desk.tokenizer, external_id, slow=slow)
     answers = desk.admit(ask)
     shape = ChatShape(desk, chat, answers, external_id)
     exchange = Exchange(desk, answers, shape, external_id)

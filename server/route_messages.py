@@ -49,7 +49,10 @@ async def messages(request: Request) -> Response:
     asked = read_messages_request(body)
     desk.check_model(asked.model)
     external_id = response_id(request, "msg_")
-    ask = await desk.aside(len(body), ask_of_messages, asked, desk.tokenizer, external_id)
+    slow = asked.constrained or bool(asked.tools)
+    ask = await desk.aside(
+        len(body), ask_of_messages, asked, desk.tokenizer, external_id, slow=slow
+    )
     answers = desk.admit(ask)
     shape = MessagesShape(desk, answers[0], external_id, request.scope)
     exchange = Exchange(desk, answers, shape, external_id)

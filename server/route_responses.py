@@ -56,7 +56,10 @@ async def responses(request: Request) -> Response:
     asked = read_responses_request(body)
     desk.check_model(asked.model)
     external_id = response_id(request, "resp_")
-    ask = await desk.aside(len(body), ask_of_responses, asked, desk.tokenizer, external_id)
+    slow = asked.constrained or bool(asked.text or asked.tools)
+    ask = await desk.aside(
+        len(body), ask_of_responses, asked, desk.tokenizer, external_id, slow=slow
+    )
     answers = desk.admit(ask)
     shape = ResponsesShape(desk, asked, answers[0], external_id)
     exchange = Exchange(desk, answers, shape, external_id)

@@ -16,6 +16,7 @@ from kernel.grammar import check_grammar
 
 from .tools import Tool, ToolChoice, check_tools
 from .wire import ApiError, check_range, read_body
+from .wire_grammar import grammar_of
 from .wire_sampling import Sampling, check_sampling
 from .wire_tools import choice_of, tool_of
 
@@ -119,7 +120,7 @@ class ResponsesRequest(Sampling, kw_only=True):
         wanted = (self.text and self.text.format) or TextFormat()
         match wanted:
             case TextFormat("text"):
-                return ""
+                return grammar_of(self)
             case TextFormat("json_object"):
                 grammar: dict[str, Any] = {"json_object": {}}
             case TextFormat("json_schema", schema=dict(schema)):

@@ -206,6 +206,13 @@ def test_a_choice_that_forces_a_call_becomes_a_grammar(choice: Any, rule: str) -
     assert bool(grammar) == bool(rule)
 
 
+def test_vllms_fields_make_a_grammar() -> None:
+    with speaking("7") as server, client_of(server.url) as client:
+        client.messages.create(**ASK, extra_body={"guided_regex": "[0-9]"})
+        grammar = server.engine.next_request().submission.parameters.grammar
+    assert json.loads(grammar) == {"regex": "[0-9]"}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

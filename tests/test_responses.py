@@ -208,6 +208,14 @@ def test_a_text_format_becomes_a_grammar_that_lets_the_model_think_and_call() ->
     assert any('"title": "Sum"' in rule for rule in rules)
 
 
+def test_vllms_fields_make_a_grammar_where_text_asks_for_none() -> None:
+    with speaking("7") as server, client_of(server.url) as client:
+        extra = {"guided_regex": "[0-9]"}
+        client.responses.create(model=MODEL, input="1+1", extra_body=extra)
+        grammar = server.engine.next_request().submission.parameters.grammar
+    assert json.loads(grammar) == {"regex": "[0-9]"}
+
+
 def test_a_stream_that_fails_in_the_middle_ends_with_a_failed_response() -> None:
     with speaking("ab", fails=True) as server:
         body = {"model": MODEL, "input": "Hi", "stream": True}
