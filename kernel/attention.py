@@ -21,6 +21,8 @@ from .caches import HandleMisused, KeyHandle, MaskHandle
 from .context import StepContext
 from .fastmath import EXPONENT_MIN, LOG2E, exp2
 from .paged_attention import Layer
+from .pages import Codes
+from .quantised import Code
 
 SEAM = "scaled_dot_product_attention"
 ORIGINAL = base.scaled_dot_product_attention
@@ -49,7 +51,7 @@ def dispatch(
         assert layer.layer is not None
         arrays = Layer(layer.layer, key_pages, value_pages, *layer.rows, sinks)
         return context.tables.attend(layer.group, queries, arrays, scale)
-    return attend(context, layer.group, queries, key_pages, value_pages, scale, sinks)
+    return attend(context, layer.group, queries, key_pages, value_pages, scale, sinks, layer.codes)
 
 
 def install() -> tuple[ModuleType, ...]:
@@ -78,16 +80,18 @@ def attend(
     value_pages: mx.array,
     scale: float,
     sinks: mx.array | None = None,
+    codes: Codes | None = None,
 ) -> mx.array:
     """Each row of `queries` [T, H, 1, dim] over what its piece may read: [T, H, 1, value dim].
 
-    sinks: [H], scores of a key that every query sees and that has no value.
+    sinks: [H], scores of a key that every query sees and that has no value. codes: what the words
+    of quantised pages mean.
     """
     rows = queries.squeeze(2).astype(mx.float32) * (scale * LOG2E)
     if sinks is not None:
         sinks = sinks.astype(mx.float32) * LOG2E
     parts = [
-        _attend_bucket(context, number, group, rows, key_pages, value_pages, sinks)
+        _attend_bucket(context, number, group, rows, (key_pages, value_pages), sinks, codes)
         for number in range(len(context.buckets))
     ]
     out = parts[0] if len(parts) == 1 else mx.concatenate(parts)
@@ -101,14 +105,14 @@ def _attend_bucket(
     number: int,
     group: int,
     queries: mx.array,
-    key_pages: mx.array,
-    value_pages: mx.array,
+    pages: tuple[mx.array, mx.array],
     sinks: mx.array | None,
+    codes: Codes | None,
 ) -> mx.array:
     """One bucket: queries [T, H, dim] in, [B * n, H, value dim] out."""
     bucket = context.buckets[number]
     pieces, count = bucket.rows.shape
-    kv_heads = key_pages.shape[2]
+    kv_heads = pages[0].shape[2]
     if bucket.contiguous:
         begin = int(bucket.rows[0, 0])
         mine = queries[begin : begin + pieces * count]
@@ -116,8 +120,9 @@ def _attend_bucket(
         mine = queries[context.query_rows(number)]
     mine = mine.reshape(pieces, count, kv_heads, -1, queries.shape[-1])
     index = context.read_index(number, group, kv_heads)
-    keys = _gather(key_pages, index)
-    values = _gather(value_pages, index)
+    keys, values = (
+        _gather(it, index, code) for it, code in zip(pages, codes or (None, None), strict=True)
+    )
     outs = []
     for place, tile in enumerate(bucket.views[group].tiles):
         part = mine[:, tile.begin : tile.end].transpose(0, 2, 3, 1, 4)
@@ -129,9 +134,10 @@ def _attend_bucket(
     return out.transpose(0, 3, 1, 2, 4).reshape(pieces * count, -1, out.shape[-1])
 
 
-def _gather(pages: mx.array, index: mx.array) -> mx.array:
+def _gather(pages: mx.array, index: mx.array, code: Code | None) -> mx.array:
     """Rows of one head each, straight into the layout that matmul wants: [B, KV, S, dim]."""
-    return pages.reshape(-1, pages.shape[-1])[index].astype(mx.float32)
+    found = pages.reshape(-1, pages.shape[-1])[index]
+    return found.astype(mx.float32) if code is None else code.decode(found)
 
 
 def _rows(

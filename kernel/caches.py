@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from .context import StepContext
 from .metadata import CacheUse, StepMetadata
-from .pages import PageStep
+from .pages import Codes, PageStep
 
 
 class HandleMisused(Exception):
@@ -147,6 +147,13 @@ class PagedCache:
         assert self.layer is not None
         self._attends += 1
         return context, pages.keys[self.layer], pages.values[self.layer]
+
+    @property
+    def codes(self) -> Codes | None:
+        """Of quantised rows, what their words mean."""
+        assert self._pages is not None
+        assert self.layer is not None
+        return self._pages.codes_of(self.layer)
 
     def _check_window(self, asked: int | None) -> None:
         """The narrower of what is asked for and what the cache holds must be what is paged."""

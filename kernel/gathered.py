@@ -14,6 +14,7 @@ from .context import StepContext
 from .layout import Layout, as_taken, leaves
 from .metadata import CacheUse, StepMetadata
 from .pages import PageStep
+from .quantised import Code
 from .split import Body
 
 
@@ -113,7 +114,8 @@ class GatheredCache:
         pages.write(layer, (blocks[mine], inside[mine]), *flat)
         index = context.read_index(self._bucket, self._group, keys.shape[1])
         held = (pages.keys[layer], pages.values[layer])
-        self.keys, self.values = (_gather(array, index) for array in held)
+        codes = pages.codes_of(layer) or (None, None)
+        self.keys, self.values = map(_gather, held, (index, index), codes)
         self._fetched = (self.keys, self.values)
         return self._fetched
 
@@ -175,11 +177,12 @@ class GatheredCalls:
         return hidden, [_over_calls(uses[layer]) for layer in sorted(uses)]
 
 
-def _gather(pages: mx.array, index: mx.array) -> mx.array:
+def _gather(pages: mx.array, index: mx.array, code: Code | None) -> mx.array:
     """Rows of one head each: [B, heads, S, dim]. A model may keep values of no width."""
     if not pages.size:
-        return mx.zeros((*index.shape, 0), pages.dtype)
-    return pages.reshape(-1, pages.shape[-1])[index]
+        return mx.zeros((*index.shape, 0), pages.dtype if code is None else code.dtype)
+    found = pages.reshape(-1, pages.shape[-1])[index]
+    return found if code is None else code.decode(found).astype(code.dtype)
 
 
 def _over_calls(uses: list[CacheUse]) -> CacheUse:

@@ -31,6 +31,8 @@ def choose(model: Any, layout: Layout, block_size: int) -> tuple[Dialect | None,
     dialect = of_device()
     if dialect is None or not layout.way.packed:
         return None, ""
+    if any(it.codes for it in layout.shapes):
+        return None, "no kernel reads quantised rows through block tables"
     return suited(model, layout, block_size, dialect)
 
 

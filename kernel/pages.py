@@ -21,17 +21,23 @@ from statemachine.events import BlockCopied
 from statemachine.geometry import Geometry
 
 from .paged_attention import Dialect, Layer, put_blocks
+from .quantised import Code
+
+Codes = tuple[Code, Code]
 
 
 @frozen
 class LayerShape:
-    """A layer's rows: its group, K/V heads, and the width of a head's key and value."""
+    """A layer's rows: its group, K/V heads, and the width of a head's key and value, as they stand
+    in the pages. codes: of quantised rows, what their words mean (K, V).
+    """
 
     group: int
     kv_heads: int
     key_dim: int
     value_dim: int
     dtype: mx.Dtype
+    codes: Codes | None = None
 
     @property
     def row_bytes(self) -> int:
@@ -45,15 +51,25 @@ def block_bytes(layers: Items[LayerShape], group: int, block_size: int) -> int:
 
 @define(eq=False)
 class PageStep:
-    """The page arrays that one step's graph has come to: [num_blocks, block_size, heads, dim]."""
+    """The page arrays that one step's graph has come to: [num_blocks, block_size, heads, dim].
+
+    codes: of each layer; none at all where no rows are quantised.
+    """
 
     keys: list[mx.array]
     values: list[mx.array]
+    codes: tuple[Codes | None, ...] = ()
+
+    def codes_of(self, layer: int) -> Codes | None:
+        """What a layer's words mean, where its rows are quantised."""
+        return self.codes[layer] if self.codes else None
 
     def write(
         self, layer: int, where: tuple[mx.array, mx.array], keys: mx.array, values: mx.array
     ) -> None:
         """Put rows [T, heads, dim] at (block [T], row [T]) of a layer."""
+        if codes := self.codes_of(layer):
+            keys, values = (code.encode(it) for code, it in zip(codes, (keys, values), strict=True))
         self.keys[layer] = _put(self.keys[layer], where, keys)
         self.values[layer] = _put(self.values[layer], where, values)
 
@@ -70,6 +86,7 @@ class Pages:
         self._geometry = geometry
         self._in_place = dialect if dialect is not None and dialect.in_place else None
         self._layers = layers
+        self._codes = tuple(layer.codes for layer in layers)
         self._keys: list[mx.array] = []
         self._values: list[mx.array] = []
         self.reset()
@@ -97,7 +114,7 @@ class Pages:
 
     def begin(self) -> PageStep:
         """Lists for a step's graph. Nothing here changes before `commit`."""
-        return PageStep(list(self._keys), list(self._values))
+        return PageStep(list(self._keys), list(self._values), self._codes)
 
     def commit(self, step: PageStep) -> None:
         """The step's graph was built: its arrays are the pages now."""
