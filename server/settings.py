@@ -32,6 +32,7 @@ LOG_FORMATS = ("text", "json")
 EITHER = {"num_blocks": "kv_memory", "kv_memory": "num_blocks"}
 
 DEFAULT_BODY = Size(8 * 2**20)
+DEFAULT_STORE = Size(8 * 2**30)
 DEFAULT_HEADERS = Size(32 * 2**10)
 NO_TEXTS = Texts(())
 
@@ -74,6 +75,12 @@ class Settings:
     prefill_tile: int = _setting(1, "pad prompt pieces to a multiple of it; 1 pads nothing")
     prefill_cohort: bool = _setting(False, "pad all prompt pieces of a step to the longest")
     prefix_cache: bool = _setting(True, "share rows of equal prompt beginnings")
+    prefix_store: str | None = _setting(
+        None, "folder that keeps computed rows of prompts, also for servers to come; none without"
+    )
+    prefix_store_bytes: Size = _setting(  # noqa: RUF009
+        DEFAULT_STORE, "what the files of prefix_store may take; the oldest used go first"
+    )
     prefix_aware: bool = _setting(
         True, "let a request wait while a running one computes more of its prompt"
     )
@@ -132,6 +139,7 @@ class Settings:
             draft_tokens=self.draft_tokens,
             lookup_ngram=self.lookup_ngram,
             scheduling=self.scheduling,
+            store_evicted=self.prefix_store is not None,
         )
         if context_tokens is None:
             return policy
@@ -226,7 +234,10 @@ def _read_environment(environment: Mapping[str, str]) -> Raw:
 def _checked(settings: Settings) -> Settings:
     """The settings, where each is in its range. Raises SettingsError."""
     _require(0 <= settings.port <= 65535, "port", settings.port, "between 0 and 65535")
-    sizes = ("block_size", "num_blocks", "kv_memory", "max_body_bytes", "max_waiting")
+    sizes = (
+        *("block_size", "num_blocks", "kv_memory", "max_body_bytes", "max_waiting"),
+        "prefix_store_bytes",
+    )
     for name in sizes:
         value = getattr(settings, name)
         _require(value is None or value >= 1, name, value, "at least 1")
@@ -244,6 +255,8 @@ def _checked(settings: Settings) -> Settings:
         words = f"{', '.join(allowed[:-1])} or {allowed[-1]}"
         _require(value in allowed, name, value, words)
     _check_access(settings)
+    if settings.prefix_store is not None and not settings.prefix_cache:
+        raise SettingsError("prefix_store keeps what prefix_cache finds: leave prefix_cache on")
     _check_adapters(settings)
     try:
         check(settings.policy())
