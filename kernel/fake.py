@@ -23,6 +23,7 @@ from statemachine.geometry import Geometry
 from statemachine.records import Parameters, ShadowReport
 
 from .batch import Batch, BuildFailed, EvalFailed, Logprob, Piece, StepResult
+from .block_io import BlockRows, TensorSpec
 from .metadata import (
     BadBatch,
     CacheUse,
@@ -206,6 +207,25 @@ class FakeKernel:
         self._order.reset()
         self._newest = {}
         self.resets += 1
+
+    @property
+    def block_spec(self) -> Mapping[str, TensorSpec]:
+        """Tags are what stands for the pages' content."""
+        return {"tags": TensorSpec("U64", (self._geometry.block_size,))}
+
+    def read_blocks(self, blocks: Sequence[int]) -> list[BlockRows]:
+        """What stands in blocks of the first group."""
+        held = self._shadow.block_tags(0, blocks)
+        off = self._sanitize == OFF
+        return [
+            BlockRows({"tags": np.array(tags, "<u8").tobytes()}, () if off else tags)
+            for tags in held
+        ]
+
+    def write_blocks(self, blocks: Sequence[int], rows: Sequence[BlockRows]) -> None:
+        """The bytes are what stands there; what they claim to be changes nothing."""
+        content = [np.frombuffer(it.tensors["tags"], "<u8").tolist() for it in rows]
+        self._shadow.load_blocks(0, blocks, [tuple(tags) for tags in content])
 
     def _held_tag(self, metadata: StepMetadata, row: int) -> int:
         """The tag that stands where batch row `row` was written, in the first paged group."""

@@ -13,7 +13,7 @@ arrays, and a page array that is held is copied by the next write instead of don
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import mlx.core as mx
@@ -28,6 +28,8 @@ from . import attention, fastmath
 from .adapters import Adapters
 from .adjusting import adjusted, asked_of, plan_adjustments
 from .batch import Batch, BuildFailed, EvalFailed, StepResult
+from .block_arrays import block_spec, to_device, to_host
+from .block_io import BlockRows, TensorSpec
 from .errors import ModelError
 from .families import family_of
 from .forward import Forward, anchor, hidden_rows
@@ -205,6 +207,21 @@ class ModelKernel:
         self._shadow.reset()
         self._order.reset()
         self._newest = _Newest()
+
+    @property
+    def block_spec(self) -> dict[str, TensorSpec]:
+        """The tensors of a block."""
+        return block_spec(self._geometry.block_size, self._pages.layers)
+
+    def read_blocks(self, blocks: Sequence[int]) -> list[BlockRows]:
+        """What stands in blocks after all steps that were issued (block_io.BlockIO)."""
+        layers = self._pages.read_blocks(blocks)
+        return to_host(layers, self._shadow.block_tags(0, blocks))
+
+    def write_blocks(self, blocks: Sequence[int], rows: Sequence[BlockRows]) -> None:
+        """Put rows into blocks, before any step that is issued later."""
+        self._pages.write_blocks(blocks, to_device(rows, self.block_spec, self._pages.layers))
+        self._shadow.load_blocks(0, blocks, [it.tags for it in rows])
 
     def _copy(self, batch: Batch) -> None:
         """Copy on write, before any write of the step. Raises EvalFailed."""

@@ -136,6 +136,30 @@ class Pages:
                 rows = (step.keys[number][sources], step.values[number][sources])
                 pending.append((number, targets, rows))
         mx.eval([rows for _, _, rows in pending])
+        self._place(step, pending)
+
+    def read_blocks(self, blocks: Items[int]) -> list[tuple[mx.array, mx.array]]:
+        """K and V of whole blocks, of each layer: [len(blocks), block_size, heads, dim].
+
+        Evaluated at once, as in `copy_blocks`.
+        """
+        where = mx.array(np.array(blocks, np.uint32))
+        rows = [
+            (keys[where], values[where])
+            for keys, values in zip(self._keys, self._values, strict=True)
+        ]
+        mx.eval(rows)
+        return rows
+
+    def write_blocks(self, blocks: Items[int], rows: Items[tuple[mx.array, mx.array]]) -> None:
+        """Put back what `read_blocks` gives."""
+        targets = mx.array(np.array(blocks, np.uint32))
+        self._place(self.begin(), [(number, targets, it) for number, it in enumerate(rows)])
+
+    def _place(
+        self, step: PageStep, pending: Items[tuple[int, mx.array, tuple[mx.array, mx.array]]]
+    ) -> None:
+        """Write whole blocks: (layer, blocks, their K and V)."""
         if self._in_place is not None:
             for number, targets, rows in pending:
                 arrays = Layer(number, step.keys[number], step.values[number], *rows)

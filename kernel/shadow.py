@@ -78,6 +78,19 @@ class Shadow:
         for copied, tags in zip(copies, read, strict=True):
             blocks[copied.group][copied.target] = tags
 
+    def block_tags(self, group: int, blocks: Items[int]) -> list[tuple[int, ...]]:
+        """Tags of whole blocks; () for each where the mode is off."""
+        if self._mode == OFF:
+            return [()] * len(blocks)
+        held = self.tags[group].reshape(-1, self._geometry.block_size)
+        return [tuple(held[block].tolist()) for block in blocks]
+
+    def load_blocks(self, group: int, blocks: Items[int], tags: Items[tuple[int, ...]]) -> None:
+        """Whole blocks were written, outside of any step, by what says to have these tags."""
+        held = self.tags[group].reshape(-1, self._geometry.block_size)
+        for block, mine in zip(blocks, tags, strict=True):
+            held[block] = mine
+
     def apply(self, batch: Batch, metadata: StepMetadata) -> ShadowReport:
         """A step is issued: tag its rows, compare what it reads. Call in issue order, and after
         `copy_blocks` for the step's copies.

@@ -12,6 +12,7 @@ import platform
 import time
 from collections.abc import Callable
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
@@ -25,8 +26,11 @@ from .adapters import Shelf, named_path
 from .admission import check_pool
 from .capture import CaptureWriter
 from .engine import Engine
+from .kept import KeptBlocks, check_storable
+from .kept_file import StoreError
 from .loop import Parts
 from .policy import Policy
+from .prefix_store import PrefixStore
 from .settings import Settings, SettingsError
 
 if TYPE_CHECKING:
@@ -98,17 +102,42 @@ def _make(
     tokenizer = loaded.tokenizer
     name = mx.device_info().get("device_name", platform.machine())
     device = f"{mx.default_device().type.name}: {name}"
+    header = _header(settings, loaded, shelf, kernel.geometry, policy, flags, device, blas)
     parts = Parts(
         kernel=kernel,
         policy=policy,
         capture=capture,
-        header=_header(settings, loaded, shelf, kernel.geometry, policy, flags, device, blas),
+        header=header,
         decoder=lambda: Detokenizer(tokenizer),
         vocab_size=loaded.vocab_size,
         on_divergence=settings.on_divergence,
         shelf=shelf,
+        kept=_kept(settings, kernel, header),
     )
     return parts, tokenizer
+
+
+def _kept(settings: Settings, kernel: Kernel, header: Header) -> KeptBlocks | None:
+    """The prefix store, where one was asked for. Raises SettingsError."""
+    from kernel.model_kernel import ModelKernel
+
+    if settings.prefix_store is None:
+        return None
+    try:
+        check_storable(kernel.geometry)
+        assert isinstance(kernel, ModelKernel), "others have no pages"
+        digests = [f"{name}={digest}" for name, digest in sorted(header.digests.items())]
+        made_by = (header.software, header.device.partition(":")[0], *digests)
+        store = PrefixStore(
+            Path(settings.prefix_store),
+            settings.prefix_store_bytes,
+            kernel.geometry,
+            kernel.block_spec,
+            made_by,
+        )
+    except StoreError as error:
+        raise SettingsError(str(error)) from None
+    return KeptBlocks(store, kernel, kernel.geometry)
 
 
 def _kernel_of(

@@ -16,6 +16,7 @@ from statemachine.events import Event, Preempted, Rewound
 from statemachine.records import ShadowReport
 
 from .closing import Outcome
+from .prefix_store import Counts
 from .submission import CANCELLED, ERROR, LENGTH, STOP
 from .view import StepPlan, View
 
@@ -82,6 +83,7 @@ class Counters:
         self.capture_failures = 0
         self.capture_bytes = 0
         self.capture_gaps = 0
+        self.kept = Counts()
         self.prefix_queries = 0
         self.prefix_hits = 0
         self.prompt_tokens = 0

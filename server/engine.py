@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from itertools import takewhile
 from typing import Any, TypeVar
 
 import structlog
@@ -26,8 +27,10 @@ from statemachine.records import FlushRequested, Header, RequestArrived, Request
 from .adapters import Adapter, Shelf
 from .admission import capacity_tokens, check_pool, refuse
 from .counters import Counters
+from .kept import KeptBlocks
 from .loop import Arrival, Input, Loop, Parts
 from .policy import Policy
+from .prefix_store import Read
 from .submission import (
     CANCELLED,
     ERROR,
@@ -75,6 +78,11 @@ class _Limits(Struct, frozen=True):
     identity: str
     cannot: Mapping[str, str]
     shelf: Shelf
+    kept: KeptBlocks | None
+
+
+def _is_ready(given: Input) -> bool:
+    return not isinstance(given, Arrival) or given.reading is None or given.reading.done()
 
 
 def _identity(header: Header | None) -> str:
@@ -134,14 +142,14 @@ class Engine:
         geometry, identity = parts.kernel.geometry, _identity(parts.header)
         cannot = parts.kernel.cannot
         self._limits = _Limits(
-            geometry, parts.policy, parts.vocab_size, identity, cannot, parts.shelf
+            geometry, parts.policy, parts.vocab_size, identity, cannot, parts.shelf, parts.kept
         )
         self._loop = Loop(parts, self._clock)
 
     def step(self) -> bool:
         """One turn of the loop with all that came in; False where there was nothing to do."""
         with self._wake:
-            inputs, self._inbox = self._inbox, []
+            inputs = self._take_in()
             errands, self._errands = self._errands, []
         worked = self._opened_loop().step(inputs)
         for work, future in errands:
@@ -150,6 +158,16 @@ class Engine:
         if shelf.retired:
             shelf.sweep(self._namespaces())
         return worked or bool(errands)
+
+    def _take_in(self) -> list[Input]:
+        """What came in, in its order, up to a request whose kept rows are still being read; where
+        nobody else could wake this thread, that is waited for.
+        """
+        inputs = list(self._inbox)
+        if self._thread is not None:
+            inputs = list(takewhile(_is_ready, inputs))
+        del self._inbox[: len(inputs)]
+        return inputs
 
     def stop(self, timeout_s: float | None = None) -> None:
         """Cancel what is live, end the tape, and wait until the thread is done."""
@@ -212,6 +230,17 @@ class Engine:
             raise EngineStopped("the engine is not running: restart the server")
         limits = self._opened_limits()
         refuse(limits.geometry, limits.policy, submission, limits.vocab_size, limits.cannot)
+        reading = None if limits.kept is None else limits.kept.ask(submission, self.view.state)
+        try:
+            return self._queue(submission, sink, limits, reading)
+        except Exception:
+            if reading is not None and limits.kept is not None:
+                reading.add_done_callback(limits.kept.drop)
+            raise
+
+    def _queue(
+        self, submission: Submission, sink: Sink, limits: _Limits, reading: Future[Read] | None
+    ) -> int:
         with self._wake:
             if not self.healthy:
                 raise EngineStopped("the engine is not running: restart the server")
@@ -229,9 +258,15 @@ class Engine:
                 namespace=submission.namespace,
                 parent=submission.parent,
             )
-            self._inbox.append(Arrival(record, sink))
+            self._inbox.append(Arrival(record, sink, reading=reading))
             self._wake.notify_all()
+        if reading is not None:
+            reading.add_done_callback(self._was_read)
         return request
+
+    def _was_read(self, _reading: object) -> None:
+        with self._wake:
+            self._wake.notify_all()
 
     def cancel(self, request: int) -> None:
         """Give a request up; a request that already ended, or is unknown, is left alone."""
@@ -334,7 +369,12 @@ class Engine:
         while not loop.broken:
             with self._wake:
                 self._wake.wait_for(
-                    lambda: self._stopping or self._inbox or self._errands or loop.busy
+                    lambda: (
+                        self._stopping
+                        or (self._inbox and _is_ready(self._inbox[0]))
+                        or self._errands
+                        or loop.busy
+                    )
                 )
                 if self._stopping:
                     return

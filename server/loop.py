@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from time import perf_counter
 from typing import Protocol
 
@@ -36,6 +37,7 @@ from statemachine.records import (
     StepPlanned,
     TapeEnded,
 )
+from statemachine.state import State
 
 from . import scheduler
 from .adapters import Shelf
@@ -43,9 +45,11 @@ from .clients import Clients
 from .counters import Counters
 from .failing import BUILD, CLOSE, EVAL, PLAN, VOID
 from .flight import NOTHING, Flight, blame, timed
+from .kept import KeptBlocks
 from .live_guard import DIVERGED, WARN, LiveGuard, Wrong, sentence
 from .news import news
 from .policy import Policy
+from .prefix_store import Read
 from .submission import CANCELLED, ERROR, STOP, Sink, Update
 from .text import IncrementalDecoder
 from .view import StepPlan, View, checkpoint, initial, receive
@@ -83,7 +87,7 @@ class Parts(Struct, frozen=True):
 
     decoder: makes a detokeniser, needed for stop strings only. vocab_size: token ids below it may
     be sent; 0 checks nothing. on_divergence: what a step does that finds one (live_guard.MODES).
-    shelf: the adapters that requests may ask for.
+    shelf: the adapters that requests may ask for. kept: the prefix store's side of the pool.
     """
 
     kernel: Kernel
@@ -94,14 +98,19 @@ class Parts(Struct, frozen=True):
     vocab_size: int = 0
     on_divergence: str = WARN
     shelf: Shelf = field(default_factory=Shelf)
+    kept: KeptBlocks | None = None
 
 
 class Arrival(Struct, frozen=True):
-    """A request as it comes in, who hears of it, and when that was, for the counters' latencies."""
+    """A request as it comes in, who hears of it, and when that was, for the counters' latencies.
+
+    reading: what the prefix store has of its prompt, done before the loop is given it.
+    """
 
     record: RequestArrived
     sink: Sink
     at_s: float = field(default_factory=perf_counter)
+    reading: Future[Read] | None = None
 
 
 Input = Arrival | RequestCancelled | FlushRequested
@@ -124,12 +133,15 @@ class Loop:
         self._capture = parts.capture
         self._clock = clock
         self._clients = Clients(parts.decoder)
+        self._kept = parts.kept
         self._unwritten: list[Record] = []
         self.view: View = initial(parts.kernel.geometry, parts.policy)
         self._flights: deque[Flight] = deque()
         sanitize = OFF if parts.header is None else parts.header.sanitize
         self._guard = LiveGuard(parts.kernel.geometry, sanitize, parts.on_divergence)
         self.counters = Counters()
+        if parts.kept is not None:
+            self.counters.kept = parts.kept.counts
         self.failure = ""
         if parts.header is not None:
             self._write([parts.header, checkpoint(self.view)])
@@ -205,21 +217,24 @@ class Loop:
             return False
         if due:
             received.append(checkpoint(self.view))
+        before = self.view.state
         self.view = scheduler.begin(self.view, plan)
         self.counters.planned(self.view, plan)
         planned = self._clock()
         self._write_planned(received, plan.step, plan.events)
-        self._flights.append(self._issue(plan, [started, planned, self._clock()]))
+        self._flights.append(self._issue(plan, before, [started, planned, self._clock()]))
         return True
 
-    def _issue(self, plan: StepPlan, times: list[float]) -> Flight:
+    def _issue(self, plan: StepPlan, before: State, times: list[float]) -> Flight:
         """Hand a step to the kernel; what it raises is dealt with in its turn."""
         flight = Flight(plan, times)
-        if plan.pieces:
-            try:
+        try:
+            if self._kept is not None:
+                self._kept.carry_out(before, plan)
+            if plan.pieces:
                 flight.ticket = self._kernel.issue(scheduler.batch(self.view, plan))
-            except Exception as error:
-                flight.error = error
+        except Exception as error:
+            flight.error = error
         return flight
 
     def _write_planned(self, received: list[Record], step: int, events: tuple[Event, ...]) -> None:
@@ -240,10 +255,24 @@ class Loop:
                 record = given
             self.view = receive(self.view, record)
             received.append(record)
+            if self._kept is not None:
+                received += self._offered(self._kept, given)
             if isinstance(record, RequestCancelled):
                 why, said = _SAID.get(record.reason, (CANCELLED, ""))
                 self._tell(Update(record.request, (), why, error=said))
         return received
+
+    def _offered(self, kept: KeptBlocks, given: Input) -> list[Record]:
+        """What the prefix store has for a request that came in; a flush empties it."""
+        if isinstance(given, FlushRequested):
+            kept.flush()
+        if not isinstance(given, Arrival) or given.reading is None:
+            return []
+        offer = kept.offer(given.record, given.reading.result())
+        if offer is None:
+            return []
+        self.view = receive(self.view, offer)
+        return [offer]
 
     def _land(self) -> None:
         """Read the oldest flight, and close it."""
@@ -303,6 +332,8 @@ class Loop:
             self._diverged(before, plan, wrong)
         if plan.pieces:
             self.counters.failures_in_a_row = 0
+        if self._kept is not None:
+            self._kept.settled(plan.step)
         for update in news(before, plan, result, outcomes):
             self._tell(update)
         times.append(self._clock())
@@ -354,7 +385,11 @@ class Loop:
         )
         for request in blamed:
             self._tell(Update(request, (), ERROR, error=f"the model could not run this: {said}"))
+        if self._kept is not None and stage == BUILD:
+            self._kept.settled(plan.step)
         if stage != BUILD:
+            if self._kept is not None:
+                self._kept.lost()
             self._kernel.reset_pages()
             while self._flights:
                 self._void(self._flights.popleft().plan)
@@ -391,13 +426,28 @@ class Loop:
             self._write_planned(records, plan.step, plan.events)
             now = self._clock()
             self._close(plan, NOTHING, [now, now, now, now])
+        self._keep_all()
         self._flush([TapeEnded(self.view.step - 1)])
         if self._capture is not None:
             self._capture.close()
 
+    def _keep_all(self) -> None:
+        """What the pool has goes into the prefix store. No event says so: nothing comes after."""
+        if self._kept is None or self.broken:
+            return
+        try:
+            self._kept.finish(self.view.state)
+        except Exception:
+            log.exception("the pool's blocks could not be kept")
+
     def release(self) -> None:
-        """Let go of the kernel, and so of the model and its pages, on the thread that made them."""
-        del self._kernel
+        """Let go of the kernel, and so of the model and its pages, on the thread that made them;
+        of the prefix store behind the writes that wait.
+        """
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            kept.close()
+        del self._kernel, kept
 
     def tell_all(self, reason: str, error: str) -> None:
         """Tell every client that its request is over; for when not even `end` can run."""
@@ -405,6 +455,8 @@ class Loop:
 
     def _tell(self, update: Update) -> None:
         if update.finish_reason is not None:
+            if self._kept is not None:
+                self._kept.forget(update.request)
             self.counters.ended(update.request, update.finish_reason)
         self._clients.tell(update)
 

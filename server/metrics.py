@@ -83,6 +83,26 @@ COUNTERS: tuple[tuple[str, str, Callable[[Counters], float]], ...] = (
         "Rows of the pages that held another row than they should. Should stay 0.",
         lambda it: it.shadow_found,
     ),
+    (
+        "kept_blocks_stored",
+        "Blocks that were written to the prefix store.",
+        lambda it: it.kept.stored,
+    ),
+    (
+        "kept_blocks_loaded",
+        "Blocks whose rows came out of the prefix store, and were not computed.",
+        lambda it: it.kept.loaded,
+    ),
+    (
+        "kept_blocks_ignored",
+        "Files of the prefix store that failed a check, and were taken away.",
+        lambda it: it.kept.ignored,
+    ),
+    (
+        "kept_blocks_dropped",
+        "Blocks that were not kept: the disk was full or slow, or their rows were not theirs.",
+        lambda it: it.kept.dropped,
+    ),
     ("engine_steps", "Steps that succeeded.", lambda it: it.steps),
     ("failed_steps", "Steps that raised.", lambda it: it.failed_steps),
     ("capture_bytes", "Bytes written to the tape.", lambda it: it.capture_bytes),

@@ -143,7 +143,7 @@ def receive(view: View, record: Input) -> View:
     if isinstance(record, RequestCancelled):
         return _cancelled(view, record.request)
     if isinstance(record, FlushRequested):
-        return structs.replace(view, flush=True)
+        return structs.replace(view, flush=True, requests=_without_offers(view))
     if isinstance(record, BlocksOffered):
         return _offered(view, record)
     return view
@@ -160,6 +160,15 @@ def _arrived(view: View, record: RequestArrived) -> View:
         waiting=waiting,
         stuck=view.stuck and record.request not in waiting.first(LOOK_AHEAD),
     )
+
+
+def _without_offers(view: View) -> Map[int, RequestState]:
+    """The requests: what is flushed cannot be loaded again."""
+    requests = view.requests
+    for number in view.waiting:
+        if requests[number].offered is not None:
+            requests = requests.set(number, structs.replace(requests[number], offered=None))
+    return requests
 
 
 def _offered(view: View, record: BlocksOffered) -> View:

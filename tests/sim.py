@@ -10,6 +10,7 @@ from msgspec import structs
 
 from kernel.fake import FakeClock, FakeKernel, run_pinned
 from server.engine import Engine
+from server.kept import KeptBlocks
 from server.loop import Parts
 from server.policy import Policy
 from server.submission import Submission, Update
@@ -93,12 +94,20 @@ class Sim:
         decoder: Callable[[], IncrementalDecoder] | None = None,
         clock: Callable[[], float] | None = None,
         waiting_max: int = 1024,
+        kept: Callable[[FakeKernel], KeptBlocks] | None = None,
         **kernel: Any,
     ) -> None:
         self.kernel = FakeKernel(geometry, **kernel)
         self.capture = MemoryCapture()
         self.policy = policy
-        parts = Parts(self.kernel, policy, self.capture, header(geometry, policy), decoder)
+        parts = Parts(
+            self.kernel,
+            policy,
+            self.capture,
+            header(geometry, policy),
+            decoder,
+            kept=None if kept is None else kept(self.kernel),
+        )
         self.engine = Engine(lambda: parts, clock=clock or FakeClock(), waiting_max=waiting_max)
         self.engine.open()
         self.inboxes: dict[int, Inbox] = {}
