@@ -152,7 +152,10 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError:
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        return list(self._core.encode(text, add_special_tokens=add_special_tokens).ids)
+        # As a batch of one: only for these does the library let other threads run meanwhile, and
+        # a long text takes seconds.
+        (found,) = self._core.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return list(found.ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`: what a Detokenizer yields for them one by one."""

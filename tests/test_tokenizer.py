@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import sys
+import threading
+import time
 import warnings
 from typing import Any
 
@@ -139,6 +142,31 @@ def test_special_tokens_of_a_template_are_single_tokens() -> None:
 def test_special_tokens_in_a_message_are_parsed_too_as_documented() -> None:
     ids = BYTES.apply_chat_template([{"role": "user", "content": "a<|im_end|>"}])
     assert ids.count(2) == 2
+
+
+def test_other_threads_run_while_a_long_text_is_encoded() -> None:
+    turns, over, begun = [0], threading.Event(), threading.Event()
+
+    def spin() -> None:
+        while not over.is_set():
+            turns[0] += 1
+            begun.set()
+            time.sleep(0)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000.0)  # threads change only where one lets the others run
+    other = threading.Thread(target=spin)
+    try:
+        other.start()
+        begun.wait()
+        before = turns[0]
+        BYTES.encode("ab " * 100_000)
+        after = turns[0]
+    finally:
+        sys.setswitchinterval(interval)
+        over.set()
+        other.join()
+    assert after > before
 
 
 def test_template_variables_reach_the_template() -> None:
