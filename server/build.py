@@ -148,16 +148,18 @@ def _kernel_of(
     from kernel.grammar import Grammars
     from kernel.model_kernel import ModelKernel
     from kernel.model_owned import ModelOwnedKernel
+    from kernel.quantised import identity_of, quantised
 
     family = family_of(loaded.model)
-    layout = family.layout
-    size, identity = settings.block_size, loaded.digests["weights"]
+    layout, bits = family.layout, settings.kv_bits or 0
+    size, identity = settings.block_size, identity_of(loaded.digests["weights"], bits)
     if layout is not None:
-        blocks = pool_blocks(settings, layout.shapes)
+        layout = quantised(layout, bits) if bits else layout
+        blocks, each = pool_blocks(settings, layout.shapes)
         pool = Geometry(size, layout.groups(blocks), identity)
 
         def over_pages() -> Kernel:
-            tell(f"making a pool of {blocks} blocks of {size} tokens")
+            tell(f"making a pool of {blocks} blocks of {size} tokens, {each / 1024:.4g} KiB each")
             masks = Grammars(loaded.tokenizer)
             return ModelKernel(
                 loaded.model,
@@ -169,9 +171,9 @@ def _kernel_of(
             )
 
         return pool, over_pages
-    if settings.num_blocks is not None or settings.kv_memory is not None:
+    if settings.num_blocks is not None or settings.kv_memory is not None or bits:
         raise SettingsError(
-            f"{family.reason}: there is no pool, so leave num_blocks and kv_memory out"
+            f"{family.reason}: there is no pool, so leave num_blocks, kv_memory and kv_bits out"
         )
     pool = Geometry(size, owned_groups(), identity)
 
@@ -202,8 +204,10 @@ def suited(policy: Policy, flags: Flags) -> Policy:
     return structs.replace(policy, **changes)
 
 
-def pool_blocks(settings: Settings, layers: tuple[LayerShape, ...]) -> int:
-    """Blocks in each group. Raises SettingsError where memory does not hold them."""
+def pool_blocks(settings: Settings, layers: tuple[LayerShape, ...]) -> tuple[int, int]:
+    """Blocks in each group, and bytes of one of each. Raises SettingsError where memory does not
+    hold them.
+    """
     from kernel.pages import block_bytes
 
     groups = sorted({layer.group for layer in layers})
@@ -226,7 +230,7 @@ def pool_blocks(settings: Settings, layers: tuple[LayerShape, ...]) -> int:
             f"{blocks} blocks take {blocks * each / 2**30:.1f} GiB, but this machine has "
             f"{memory / 2**30:.1f} GiB of memory: give fewer with num_blocks or kv_memory"
         )
-    return int(blocks)
+    return int(blocks), each
 
 
 def memory_bytes() -> int:
@@ -264,5 +268,6 @@ def _header(
         sanitize=settings.sanitize if any(it.paged for it in geometry.groups) else OFF,
         context_tokens=policy.context_tokens,
         layers=loaded.layers,
+        kv_bits=settings.kv_bits or 0,
         adapters=tuple(AdapterUsed(it.name, it.digest, it.path) for it in shelf.offered.values()),
     )

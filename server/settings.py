@@ -27,6 +27,7 @@ NOT_SETTINGS = ("MLXTAPE_CACHE", "MLXTAPE_CONFIG")
 
 GUARD_MODES = ("warn", "abort-request", "stop")
 SANITIZE_MODES = ("edges", "full", "off")
+KV_BITS = (4, 8)
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
 EITHER = {"num_blocks": "kv_memory", "kv_memory": "num_blocks"}
@@ -68,6 +69,9 @@ class Settings:
     )
     kv_memory: Size | None = _setting(  # noqa: RUF009
         None, "size of the pool instead of num_blocks, as in 2GiB"
+    )
+    kv_bits: int | None = _setting(
+        None, "8 or 4: keep K and V in as many bits a number, and more tokens in the memory"
     )
     max_batch_tokens: int = _setting(512, "rows of one step at most, padding included")
     max_running: int = _setting(32, "requests that run at once at most")
@@ -254,6 +258,8 @@ def _checked(settings: Settings) -> Settings:
         value = getattr(settings, name)
         words = f"{', '.join(allowed[:-1])} or {allowed[-1]}"
         _require(value in allowed, name, value, words)
+    if settings.kv_bits is not None:
+        _require(settings.kv_bits in KV_BITS, "kv_bits", settings.kv_bits, "8 or 4")
     _check_access(settings)
     if settings.prefix_store is not None and not settings.prefix_cache:
         raise SettingsError("prefix_store keeps what prefix_cache finds: leave prefix_cache on")

@@ -99,7 +99,8 @@ class Header(Struct, frozen=True, tag=True, omit_defaults=True):
 
     created_ns: wall clock, the only time outside of StepTimed. digests: of weights, tokenizer and
     configuration, by name. policy, capabilities: the scheduler's settings and the model's limits.
-    adapters: those of the start; later ones are in the namespaces of their requests only.
+    adapters: those of the start; later ones are in the namespaces of their requests only. kv_bits:
+    of a number in the pages, where rows are quantised; 0 where not.
     """
 
     format: int
@@ -121,6 +122,7 @@ class Header(Struct, frozen=True, tag=True, omit_defaults=True):
     redacted: bool = False
     seeds: dict[str, int] = {}
     adapters: tuple[AdapterUsed, ...] = ()
+    kv_bits: int = 0
 
 
 class RequestArrived(Struct, frozen=True, tag=True, omit_defaults=True):

@@ -298,7 +298,7 @@ def test_generate_prints_the_answer_and_nothing_else_into_a_pipe() -> None:
     assert (code, out) == (0, "The capital of France is Paris.\n")
     assert err.splitlines() == [
         "loading smollm2-135m",
-        "making a pool of 64 blocks of 16 tokens",
+        "making a pool of 64 blocks of 16 tokens, 720 KiB each",
     ]
 
 

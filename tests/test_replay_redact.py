@@ -382,7 +382,8 @@ KNOWN = {
     "frequency_penalty presence_penalty repetition_penalty logit_bias grammar logprobs "
     "score_from embed",
     Header: "format software created_ns model digests geometry policy capabilities device blas "
-    "sanitize context_tokens layers rank world segment redacted seeds adapters",
+    "sanitize context_tokens layers rank world segment redacted seeds adapters "
+    "kv_bits",
     rec.AdapterUsed: "name digest path",
     RequestArrived: "request external_id tokens parameters namespace parent",
     rec.RequestCancelled: "request reason",
