@@ -21,6 +21,7 @@ from replay.cli import main as replay_command  # noqa: E402
 from replay.reader import Tape  # noqa: E402
 from server.adapters import Key, Shelf  # noqa: E402
 from server.settings import Settings, SettingsError, load_settings  # noqa: E402
+from server.submission import RequestRefused  # noqa: E402
 from server.values import Texts  # noqa: E402
 from statemachine.events import Namespace  # noqa: E402
 from statemachine.records import AdapterUsed, Header, RequestArrived  # noqa: E402
@@ -146,8 +147,10 @@ def test_an_adapter_that_is_unloaded_is_gone_for_new_requests_and_stays_for_old_
     assert unload(it, "gone").text == "Success: LoRA adapter 'gone' removed successfully."
     refused = post(it, "/v1/completions", {"model": "gone", "prompt": "x"})
     assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
+    assert it.engine._opened_limits().shelf.retired
     parts += [chunk.choices[0].delta.content or "" for chunk in stream]
     assert "".join(parts) == expected
+    it.until(lambda _: not it.engine._opened_limits().shelf.retired)
     twice = unload(it, "gone")
     assert twice.status_code == 404
     assert twice.json()["error"]["message"] == (
@@ -240,6 +243,13 @@ def test_what_is_unloaded_is_let_go_of_once_no_request_has_it() -> None:
     assert (shelf.retired, shelf.offered) == (True, {"a": two})
     shelf.sweep([Namespace(*one.key, salt="s"), Namespace()])
     assert (shelf.retired, store.kept) == (True, [])
+    for old in (one.key, ("b", 1)):
+        with pytest.raises(
+            RequestRefused, match="was unloaded, or loaded anew, while this request"
+        ):
+            shelf.refuse(Namespace(*old))
+    shelf.refuse(Namespace(*two.key, salt="s"))
+    shelf.refuse(Namespace(salt="s"))
     shelf.unload("a")
     shelf.sweep([Namespace(*two.key)])
     assert (shelf.retired, store.kept) == (True, [{two.key}])

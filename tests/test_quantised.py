@@ -139,6 +139,19 @@ def test_other_bits_than_8_and_4_are_refused() -> None:
     assert load_settings({}, {}).kv_bits is None
 
 
+def test_kept_prefixes_are_found_by_servers_of_the_same_bits_only(tmp_path: Path) -> None:
+    folder = tiny_folder(tmp_path / "tiny", hidden_size=128, head_dim=32)
+    store = str(tmp_path / "store")
+
+    def found(bits: int | None) -> int:
+        with serving(folder, kv_bits=bits, num_blocks=100, prefix_store=store) as it:
+            answer = it.ask("a prompt that is longer than one block, or than two of them")
+            it.idle()
+        return cached_of(answer)
+
+    assert [found(bits) > 0 for bits in (8, 4, None, 8, 4, None)] == [False] * 3 + [True] * 3
+
+
 @pytest.mark.parametrize("bits", BITS)
 def test_a_server_with_few_bits_is_replayed_without_divergence_at_all_depths(
     tmp_path: Path, bits: int
