@@ -316,6 +316,7 @@ class PrefixStore:
             if known:
                 self._files.move_to_end(claim.chain)
         if pending is not None:
+            assert structs.replace(pending, rows=claim.rows) == claim, "chains do not collide"
             return structs.replace(claim, rows=BlockRows(pending.rows.tensors, claim.rows.tags))
         if not known:
             return None

@@ -6,7 +6,9 @@ cancels, and a driver that stops where the engine gave up. Judges nothing.
 
 from __future__ import annotations
 
+import atexit
 import functools
+import tempfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +22,9 @@ from kernel.fake import FakeClock, FakeKernel, run_pinned
 from kernel.tokenizer import Detokenizer, Tokenizer
 from server.capture import CaptureWriter
 from server.engine import Engine
+from server.kept import KeptBlocks
 from server.loop import Parts
+from server.prefix_store import PrefixStore
 from server.submission import EngineStopped, RequestRefused, Submission, Update
 from server.text import IncrementalDecoder
 from statemachine.records import NO_PARENT
@@ -307,7 +311,9 @@ def _capture(load: Load, path: Path) -> CaptureWriter:
 def fake_parts(
     load: Load, decoder: Callable[[], IncrementalDecoder] | None = None
 ) -> Callable[[CaptureWriter], Parts]:
-    """What makes the engine's parts over the fake kernel."""
+    """What makes the engine's parts over the fake kernel, and a prefix store where evicted blocks
+    are stored. Its folder goes with the process.
+    """
 
     def make(capture: CaptureWriter) -> Parts:
         kernel = FakeKernel(
@@ -319,6 +325,12 @@ def fake_parts(
             poison=POISON if load.poison else None,
         )
         head = structs.replace(header(load.geometry, load.policy), sanitize=load.sanitize)
-        return Parts(kernel, load.policy, capture, head, decoder)
+        kept = None
+        if load.policy.store_evicted:
+            folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+            store = PrefixStore(Path(folder.name), 1 << 30, load.geometry, kernel.block_spec)
+            kept = KeptBlocks(store, kernel, load.geometry)
+            atexit.register(folder.cleanup)
+        return Parts(kernel, load.policy, capture, head, decoder, kept=kept)
 
     return make

@@ -8,6 +8,7 @@ from . import (
     blocks,
     drafts,
     forks,
+    kept,
     layers,
     lengths,
     model_owned,
@@ -28,6 +29,7 @@ ALL: tuple[Fault, ...] = (
     *forks.FAULTS.faults,
     *queueing.FAULTS.faults,
     *model_owned.FAULTS.faults,
+    *kept.FAULTS.faults,
     *adapters.FAULTS.faults,
 )
 

@@ -101,6 +101,12 @@ EVICTS = Load(
     tuple(Request(tokens(13, number), 6, at=1 + 10 * number) for number in range(6)),
     geometry=Geometry(block_size=4, groups=(Group(num_blocks=12),)),
 )
+KEPT = Load(
+    "prompts that push others out, which come back from the store",
+    tuple(Request(tokens(17, seed), 6, at=1 + 12 * at) for at, seed in enumerate((1, 2, 1, 3, 2))),
+    structs.replace(POLICY, store_evicted=True),
+    Geometry(block_size=4, groups=(Group(num_blocks=8),)),
+)
 COLLIDING = Load(
     "keys that all collide",
     tuple(Request(tokens(13, number), 6, at=1 + 10 * number) for number in range(3)),
