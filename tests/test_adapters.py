@@ -225,6 +225,11 @@ def test_other_weights_under_a_name_are_another_version_beside_the_first(
     (copied / "adapter_config.json").write_text(json.dumps(config))
     third = adapters.load("a", str(copied))
     assert third.key not in (first.key, second.key)
+    other = write_adapter(tmp_path / "seed", folders[""], seed=7)
+    assert (other / "adapter_config.json").read_bytes() == (
+        folders["a"] / "adapter_config.json"
+    ).read_bytes()
+    assert adapters.load("a", str(other)).key not in (first.key, second.key, third.key)
     adapters.keep({second.key})
     assert adapters.held == (second,)
     assert adapters.load("a", str(folders["a"])).key == first.key

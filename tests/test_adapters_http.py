@@ -20,14 +20,15 @@ from kernel.errors import AdapterError  # noqa: E402
 from replay.cli import main as replay_command  # noqa: E402
 from replay.reader import Tape  # noqa: E402
 from server.adapters import Key, Shelf  # noqa: E402
+from server.app import create_app  # noqa: E402
 from server.settings import Settings, SettingsError, load_settings  # noqa: E402
-from server.submission import RequestRefused  # noqa: E402
+from server.submission import RequestRefused, Submission  # noqa: E402
 from server.values import Texts  # noqa: E402
 from statemachine.events import Namespace  # noqa: E402
-from statemachine.records import AdapterUsed, Header, RequestArrived  # noqa: E402
+from statemachine.records import AdapterUsed, Header, Parameters, RequestArrived  # noqa: E402
 
-from .fake_engine import FakeAdapters  # noqa: E402
-from .http_server import WAIT_S  # noqa: E402
+from .fake_engine import FakeAdapters, scripted  # noqa: E402
+from .http_server import WAIT_S, live_server  # noqa: E402
 from .lora import write_adapter  # noqa: E402
 from .real_server import Served, cached_of, serving, text_of, tiny_folder  # noqa: E402
 
@@ -156,6 +157,24 @@ def test_an_adapter_that_is_unloaded_is_gone_for_new_requests_and_stays_for_old_
     assert twice.json()["error"]["message"] == (
         "There is no adapter 'gone' to unload: GET /v1/models lists those that are loaded."
     )
+
+
+def test_an_adapter_that_went_while_a_request_came_in_is_a_404_too(
+    folders: dict[str, Path], served: tuple[Served, Path]
+) -> None:
+    engine = served[0].engine
+    gone = Namespace("a", 1)
+    with pytest.raises(RequestRefused) as error:
+        engine.submit(Submission((1, 2), Parameters(1), namespace=gone), lambda _: None)
+    assert str(error.value) == (
+        "adapter 'a' was unloaded, or loaded anew, while this request came in: send it again"
+    )
+    with scripted("yes") as fake:
+        settings = Settings(grace_s=0.0)
+        with live_server(create_app(fake, fake.tokenizer, "m", settings), settings) as server:
+            fake.refusal = error.value
+            answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (404, "model")
 
 
 def test_every_endpoint_takes_an_adapter(served: tuple[Served, Path]) -> None:
