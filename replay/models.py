@@ -7,8 +7,9 @@ Nothing here is imported before a depth asks for it; BLAS is loaded before MLX.
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
@@ -20,6 +21,7 @@ from .errors import Unusable
 if TYPE_CHECKING:
     from kernel.adapters import Adapters
     from kernel.batch import Kernel
+    from kernel.layout import Layout
     from kernel.weights import LoadedModel
 
     from .run import Options
@@ -146,9 +148,49 @@ def kernel_for(header: Header, loaded: Loaded) -> Kernel:
             kernel = ModelOwnedKernel(model, geometry, masks=masks, adapters=adapters)
         else:
             kernel = ModelKernel(
-                model, geometry, sanitize=header.sanitize, masks=masks, adapters=adapters
+                model,
+                geometry,
+                sanitize=header.sanitize,
+                masks=masks,
+                layout=_layout(model, header),
+                adapters=adapters,
             )
     except KernelError as error:
         raise Unusable(f"the tape's model cannot be run: {error}") from error
     loaded.add_adapters(header)
     return kernel
+
+
+def _layout(model: Any, header: Header) -> Layout | None:
+    """Of pages whose rows were quantised; any other one the kernel finds itself."""
+    from kernel.families import family_of
+    from kernel.quantised import quantised
+
+    layout = family_of(model).layout if header.kv_bits else None
+    return None if layout is None else quantised(layout, header.kv_bits)
+
+
+def caches_of(model: Any, header: Header) -> Callable[[], list[Any]]:
+    """What makes mlx-lm's own caches for a request, of as many bits a number as the tape's pages.
+
+    Raises Unusable where mlx-lm has none.
+    """
+    from mlx_lm.models.cache import KVCache, make_prompt_cache
+
+    def plain() -> list[Any]:
+        return make_prompt_cache(model)
+
+    if not header.kv_bits:
+        return plain
+    layout = _layout(model, header)
+    assert layout is not None, "quantised rows are in pages"
+    groups = [it.codes[0].group for it in layout.shapes if it.codes]
+    if len(plain()) != len(groups) or any(type(cache) is not KVCache for cache in plain()):
+        raise Unusable(
+            "mlx-lm has no quantised caches of this model's kind, so --depth reference has nothing "
+            "to compare with: use --depth forward"
+        )
+    return lambda: [
+        cache.to_quantized(group, header.kv_bits)
+        for cache, group in zip(plain(), groups, strict=True)
+    ]

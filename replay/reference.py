@@ -11,6 +11,7 @@ score that is off by the margin diverges even where the token is the same.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from statemachine.records import Header, Record, StepDone, StepFailed, StepPlanned
@@ -19,7 +20,7 @@ from .answers import Answer, Answers, Sampled
 from .divergence import TOKEN, Diverged, Divergence, Values
 from .errors import Unusable
 from .fold import Fold
-from .models import Loaded, load
+from .models import Loaded, caches_of, load
 from .observed import Pieces
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class ReferenceChecker:
         self._pieces: dict[int, Pieces] = {}
         self._loaded: Loaded | None = None
         self._masks: Grammars | None = None
+        self._caches: Callable[[], list[Any]] = list
         self._first: Divergence | None = None
         self._requests = 0
         self._tokens = 0
@@ -57,6 +59,7 @@ class ReferenceChecker:
 
             self._loaded = load(record, self._options)
             self._loaded.add_adapters(record)
+            self._caches = caches_of(self._loaded.model.model, record)
             self._masks = Grammars(self._loaded.model.tokenizer)
         elif isinstance(record, StepPlanned):
             self._pieces[record.step] = self._fold.pieces[record.step]
@@ -93,7 +96,7 @@ class ReferenceChecker:
         self._requests += 1
         self._options.tell(f"request {answer.arrived.request} alone")
         with self._loaded.serving(answer.arrived):
-            for first, rows in dense_rows(self._loaded.model.model, answer):
+            for first, rows in dense_rows(self._loaded.model.model, answer, self._caches()):
                 self._compare(answer, first, rows)
 
     def _compare(self, answer: Answer, first: int, rows: Any) -> None:
@@ -170,15 +173,14 @@ class ReferenceChecker:
         )
 
 
-def dense_rows(model: Any, answer: Answer) -> Any:
+def dense_rows(model: Any, answer: Answer, cache: list[Any]) -> Any:
     """Yield (number of the first sample, scores [n, vocab] float32) for all samples of an answer.
 
     The row that fed token p gives the scores of position p + 1.
     """
     import mlx.core as mx
-    from mlx_lm.models.cache import make_prompt_cache
 
-    stream, cache = answer.stream[:-1], make_prompt_cache(model)
+    stream = answer.stream[:-1]
     first_row = len(answer.arrived.tokens) + len(answer.before) - 1
     for begin in range(0, len(stream), CHUNK_ROWS):
         chunk = stream[begin : begin + CHUNK_ROWS]
