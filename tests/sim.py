@@ -100,7 +100,7 @@ class Sim:
         self.kernel = FakeKernel(geometry, **kernel)
         self.capture = MemoryCapture()
         self.policy = policy
-        parts = Parts(
+        self.parts = parts = Parts(
             self.kernel,
             policy,
             self.capture,

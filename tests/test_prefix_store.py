@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,18 +14,29 @@ import msgspec
 import pytest
 from msgspec import structs
 
+from kernel.block_io import BlockRows, TensorSpec
 from kernel.fake import Failure, FakeKernel
 from replay.run import Options
 from replay.run import replay as run_replay
 from server import prefix_store
+from server.engine import Engine
 from server.kept import KeptBlocks
-from server.kept_file import FORMAT, StoreError
+from server.kept_file import FORMAT, Kept, StoreError
 from server.policy import Policy
 from server.prefix_store import PrefixStore
+from server.submission import Submission, Update
 from statemachine.codec import TapeEncoder
 from statemachine.events import BlockCopied, BlockEvicted, BlockLoaded, BlockStored, Namespace
 from statemachine.geometry import Geometry, Group
-from statemachine.records import BlocksOffered, Checkpoint, StepFailed
+from statemachine.records import (
+    BlocksOffered,
+    Checkpoint,
+    Parameters,
+    RequestArrived,
+    StepFailed,
+)
+from statemachine.sequence import pack
+from statemachine.tags import root_key, row_tag
 
 from .sim import POLICY, SMALL, Inbox, Sim, answer_alone, prompts
 
@@ -32,8 +44,8 @@ STORING = structs.replace(POLICY, store_evicted=True)
 GEOMETRY = structs.replace(SMALL, identity="weights 1")
 FEW = Geometry(block_size=4, groups=(Group(num_blocks=8),), identity="weights 1")
 PROMPT = tuple(range(20, 43))  # 5 whole blocks of 4, and 3 tokens
-EACH = 1 << 20
-"""Bytes that are more than any of these files has."""
+FILE_BYTES = 392
+"""Of a block of 4 tags, with one digit a token."""
 
 
 class Server(Sim):
@@ -154,14 +166,48 @@ def test_blocks_on_their_way_into_a_file_are_found_too(tmp_path: Path) -> None:
 @contextmanager
 def held(store: PrefixStore) -> Iterator[None]:
     """The writer does nothing inside of the block."""
-    import threading
-
     go = threading.Event()
     store._writer.submit(go.wait)
     try:
         yield
     finally:
         go.set()
+
+
+def test_a_request_waits_for_its_rows_in_its_turn_and_others_go_on(tmp_path: Path) -> None:
+    warm(tmp_path)
+    sim = Server(tmp_path)
+    engine = Engine(lambda: sim.parts)
+    engine.start()
+    done = {name: threading.Event() for name in "abc"}
+    cached: dict[str, int] = {}
+    order: list[str] = []
+
+    def send(name: str, prompt: tuple[int, ...]) -> None:
+        def sink(update: Update) -> None:
+            cached[name] = update.cached_tokens
+            if update.finish_reason is not None:
+                order.append(name)
+                done[name].set()
+
+        engine.submit(Submission(prompt, Parameters(8)), sink)
+
+    go = threading.Event()
+    sim.store._reader.submit(go.wait)
+    try:
+        send("a", (1, 2, 3))
+        send("b", PROMPT)
+        send("c", (4, 5, 6))
+        assert done["a"].wait(30)
+        assert set(engine.view.requests) == set(), "b is being read, and c stands behind it"
+    finally:
+        go.set()
+    assert all(event.wait(30) for event in done.values())
+    engine.stop()
+    assert cached == {"a": 0, "b": 20, "c": 0}
+    assert order[0] == "a"
+    arrived = [record.request for record in sim.records(RequestArrived)]
+    assert arrived == [0, 1, 2]
 
 
 def test_a_salted_prompt_is_found_by_the_same_salt_only(tmp_path: Path) -> None:
@@ -324,20 +370,77 @@ def test_a_folder_that_others_can_write_is_refused(tmp_path: Path) -> None:
         Server(tmp_path / "file")
 
 
+def _plain_store(folder: Path, files_max: int = 100) -> tuple[PrefixStore, list[Kept]]:
+    """A store for `files_max` files, and blocks of four prompts to put into it."""
+    spec = {"tags": TensorSpec("U64", (4,))}
+    store = PrefixStore(folder, files_max * FILE_BYTES, GEOMETRY, spec)
+    root = root_key(GEOMETRY, Namespace())
+    blocks = []
+    for first in range(4):
+        tokens = tuple(range(first, first + 4))
+        (chain,) = store.chains.of(Namespace(), tokens)
+        key = row_tag(GEOMETRY, root, pack(tokens))
+        blocks.append(Kept(chain, root, root, tokens, key, BlockRows({"tags": bytes(32)})))
+    return store, blocks
+
+
+def _there(store: PrefixStore, blocks: list[Kept]) -> list[int]:
+    store.drain()
+    names = {path.name for path in files(store._folder)}
+    found = [at for at, it in enumerate(blocks) if f"{it.chain.hex()}.safetensors" in names]
+    assert [at for at, it in enumerate(blocks) if store.has(it.chain)] == found
+    assert store.nbytes == sum(path.stat().st_size for path in files(store._folder))
+    return found
+
+
 def test_the_files_stay_below_their_bound_and_the_oldest_used_go_first(tmp_path: Path) -> None:
-    warm(tmp_path)
-    size = files(tmp_path)[0].stat().st_size
-    chains = Server(tmp_path).store.chains.of(Namespace(), PROMPT)
-    warm_again = Server(tmp_path, bytes_max=7 * size)
-    assert warm_again.ask().cached_tokens == 20  # which uses the prompt's 5 blocks
-    warm_again.ask(tuple(range(43, 60)))
-    warm_again.stop()
-    assert sum(path.stat().st_size for path in files(tmp_path)) <= 7 * size
-    assert warm_again.store.nbytes == sum(path.stat().st_size for path in files(tmp_path))
-    del chains
-    server = Server(tmp_path, bytes_max=3 * size)
-    assert len(files(tmp_path)) == 3
-    assert server.store.nbytes == 3 * size
+    store, blocks = _plain_store(tmp_path, files_max=3)
+    for block in blocks[:3]:
+        store.put(block)
+    assert _there(store, blocks) == [0, 1, 2]
+    reading = store.ask(Namespace(), blocks[0].tokens, 0)
+    assert reading is not None
+    assert list(reading.result().blocks) == [blocks[0].chain]
+    store.put(blocks[3])
+    assert _there(store, blocks) == [0, 2, 3]
+    store.close()
+    store, blocks = _plain_store(tmp_path, files_max=2)
+    assert _there(store, blocks) == [0, 3], "a later server knows what was used last"
+    store.put(blocks[0])
+    store.put(blocks[1])
+    assert _there(store, blocks) == [0, 1], "what is put again counts as used"
+    store.close()
+
+
+def test_what_is_read_and_not_used_yet_is_bounded_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, blocks = _plain_store(tmp_path)
+    for block in blocks:
+        store.put(block)
+    monkeypatch.setattr(prefix_store, "READY_MAX_BYTES", 64)
+    reads = [store.ask(Namespace(), block.tokens, 0) for block in blocks]
+    found = [len(read.result().blocks) for read in reads if read is not None]
+    assert found == [1, 1, 0, 0]
+    assert reads[0] is not None
+    store.release(reads[0].result())
+    again = store.ask(Namespace(), blocks[2].tokens, 0)
+    assert again is not None
+    assert len(again.result().blocks) == 1
+    store.close()
+
+
+def test_blocks_that_come_faster_than_the_disk_takes_them_are_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, blocks = _plain_store(tmp_path)
+    monkeypatch.setattr(prefix_store, "PENDING_MAX_BYTES", 64)
+    with held(store):
+        for block in blocks:
+            store.put(block)
+        assert store.counts.dropped == 2
+    assert _there(store, blocks) == [0, 1]
+    store.close()
 
 
 def test_a_full_disk_stops_the_keeping_and_nothing_else(
@@ -422,7 +525,30 @@ def test_a_block_that_holds_other_rows_than_it_should_is_not_kept(tmp_path: Path
     assert len(files(tmp_path)) == len(cached) - 1
 
 
-def test_a_flush_empties_the_store_and_takes_offers_back(tmp_path: Path) -> None:
+def test_what_a_flush_evicts_is_not_stored(tmp_path: Path) -> None:
+    server = Server(tmp_path)
+    server.ask()
+    server.engine.flush()
+    server.run()
+    assert len(server.events(BlockEvicted)) == 7
+    assert server.events(BlockStored) == []
+
+
+def test_a_flush_takes_back_what_was_offered_to_those_that_wait(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    warm(folder)
+    server = Server(folder, GEOMETRY, structs.replace(STORING, max_running=1))
+    server.submit(tuple(range(43, 53)), 20)
+    second = server.submit(PROMPT)
+    server.step()
+    server.engine.flush()
+    server.run()
+    assert server.records(BlocksOffered) == [BlocksOffered(1, 0, 5)]
+    assert second.cached_tokens == 0
+    replays_clean(server, tmp_path / "tape.log")
+
+
+def test_a_flush_empties_the_store(tmp_path: Path) -> None:
     warm(tmp_path)
     server = Server(tmp_path)
     server.engine.flush()
