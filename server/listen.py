@@ -13,6 +13,7 @@ import logging
 import signal
 import socket
 import ssl
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -159,8 +160,18 @@ def run(app: Starlette, listener: socket.socket, settings: Settings) -> None:
         runner.run(_until_signal(app, listener, settings))
 
 
+class _Threads(ThreadPoolExecutor):
+    """Of the loop: its end waits for no work, which nobody can cancel. A long prompt that is still
+    being tokenised would hold up the tape's end.
+    """
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        super().shutdown(wait=False, cancel_futures=True)
+
+
 async def _until_signal(app: Starlette, listener: socket.socket, settings: Settings) -> None:
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    loop.set_default_executor(_Threads())
     serving = asyncio.ensure_future(serve_app(app, listener, settings, stop))
 
     def signalled() -> None:

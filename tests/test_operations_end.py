@@ -7,9 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -17,8 +18,13 @@ import pytest
 
 from replay.cli import main as replay_command
 from replay.reader import Tape
+from server import route_completions
+from server.app import create_app
+from server.listen import bind, listen, run
+from server.settings import Settings
 from statemachine.records import TapeEnded
 
+from .fake_engine import WAIT_S, scripted
 from .real_server import serving as serving_here
 from .real_server import tiny_folder
 from .test_cli import command, outcome, serving
@@ -91,6 +97,39 @@ def test_a_second_signal_ends_the_process_without_waiting_for_the_grace() -> Non
 
 
 @pytest.mark.slow
+def test_a_stop_does_not_wait_for_a_prompt_that_is_still_being_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun, may_end, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def endless(*_: object) -> None:
+        begun.set()
+        may_end.wait(WAIT_S)
+        ended.set()
+
+    def ask() -> None:
+        with suppress(httpx.HTTPError):
+            body = {"prompt": "a", "guided_regex": "a"}
+            httpx.post(f"http://{host}:{port}/v1/completions", json=body, timeout=WAIT_S)
+
+    def stop() -> None:
+        begun.wait(WAIT_S)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(route_completions, "ask_of_completion", endless)
+    settings, listener = Settings(grace_s=0.0), bind("127.0.0.1", 0)
+    with scripted("a") as engine, ThreadPoolExecutor(2) as pool:
+        app = create_app(engine, engine.tokenizer, "scripted", settings)
+        host, port = listen(listener)
+        others = [pool.submit(ask), pool.submit(stop)]
+        run(app, listener, settings)
+        waited = ended.is_set()
+        may_end.set()
+        for other in others:
+            other.result()
+    assert not waited
+
+
 def test_a_real_server_that_is_told_to_stop_finishes_its_answer_and_its_tape(
     tmp_path: Path,
 ) -> None:
