@@ -6,9 +6,10 @@ Goes by what a model does, never by its name. Never runs a step.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from statemachine.geometry import OPAQUE, WINDOW, Group
 
@@ -75,6 +76,14 @@ class Family:
         return capabilities_of(self.groups(), self.way)
 
     @property
+    def flags(self) -> dict[str, bool | int | str]:
+        """For the tape's header: capabilities, the way, and whether few rows' logits are made."""
+        flags = self.capabilities.as_flags() | {"way": self.way}
+        if self.layout is not None and not self.layout.split:
+            flags["split"] = False
+        return flags
+
+    @property
     def way(self) -> str:
         """`packed`, another way over pages, or `opaque`."""
         return "opaque" if self.layout is None else self.layout.way.name
@@ -97,6 +106,17 @@ def family_of(model: Any) -> Family:
         else:
             return Family(layout, _because(f"{way.name} over pages", reasons))
     return Family(None, _because("over caches of its own", reasons))
+
+
+def layout_of(model: Any, flags: Mapping[str, bool | int | str]) -> Layout:
+    """The layout of a model that was served with these flags, unprobed. Older tapes name no way:
+    theirs is packed. Raises ModelError.
+    """
+    name = flags.get("way", PACKED.name)
+    way = next((way for way in WAYS if way.name == name), None)
+    if way is None:
+        raise ModelError(f"{name!r} is no way over pages that is known here")
+    return evolve(look(model, way), split=bool(flags.get("split", True)))
 
 
 def _because(how: str, reasons: dict[str, str]) -> str:
@@ -139,6 +159,7 @@ OWNED = Capabilities(
 NO_STATE = Capability(False, "all rows are in pages: there is no other state to keep")
 BATCH = {
     PACKED.name: "all rows of a step go through the model in one call",
+    GROUPED.name: "decode rows go through the model together, prompts one by one",
     GATHERED.name: "decode rows go through the model together, prompts one by one",
     ALONE.name: "every sequence of a step goes through the model in a call of its own",
 }

@@ -55,7 +55,7 @@ class Way:
 
 PACKED = Way("packed", packed=True)
 GATHERED = Way("gathered")
-GROUPED = Way("gathered", mask_dims=5)
+GROUPED = Way("grouped", mask_dims=5)
 ALONE = Way("alone", alone=True)
 
 

@@ -161,13 +161,13 @@ def kernel_for(header: Header, loaded: Loaded) -> Kernel:
     return kernel
 
 
-def _layout(model: Any, header: Header) -> Layout | None:
-    """Of pages whose rows were quantised; any other one the kernel finds itself."""
-    from kernel.families import family_of
+def _layout(model: Any, header: Header) -> Layout:
+    """How the tape's pages are laid out. Raises ModelError."""
+    from kernel.families import layout_of
     from kernel.quantised import quantised
 
-    layout = family_of(model).layout if header.kv_bits else None
-    return None if layout is None else quantised(layout, header.kv_bits)
+    layout = layout_of(model, header.capabilities)
+    return quantised(layout, header.kv_bits) if header.kv_bits else layout
 
 
 def caches_of(model: Any, header: Header) -> Callable[[], list[Any]]:
@@ -182,9 +182,7 @@ def caches_of(model: Any, header: Header) -> Callable[[], list[Any]]:
 
     if not header.kv_bits:
         return plain
-    layout = _layout(model, header)
-    assert layout is not None, "quantised rows are in pages"
-    groups = [it.codes[0].group for it in layout.shapes if it.codes]
+    groups = [it.codes[0].group for it in _layout(model, header).shapes if it.codes]
     if len(plain()) != len(groups) or any(type(cache) is not KVCache for cache in plain()):
         raise Unusable(
             "mlx-lm has no quantised caches of this model's kind, so --depth reference has nothing "

@@ -36,6 +36,7 @@ from .settings import Settings, SettingsError
 if TYPE_CHECKING:
     from kernel.adapters import Adapters
     from kernel.batch import Kernel
+    from kernel.families import Family
     from kernel.pages import LayerShape
     from kernel.weights import LoadedModel
 
@@ -80,14 +81,15 @@ def _make(
     import mlx.core as mx
 
     from kernel.adapters import Adapters
-    from kernel.families import capabilities_of
+    from kernel.families import family_of
     from kernel.weights import load_model
 
     loaded = load_model(settings.model, progress=progress)
     tell = progress or (lambda _: None)
     adapters = Adapters(loaded.model, loaded.turned_head_dim)
-    pool, make = _kernel_of(settings, loaded, adapters, tell)
-    flags = capabilities_of(pool.groups).as_flags()
+    family = family_of(loaded.model)
+    pool, make = _kernel_of(settings, loaded, family, adapters, tell)
+    flags = family.flags
     policy = suited(settings.policy(loaded.context_tokens), flags)
     try:
         check_pool(pool, policy)
@@ -141,16 +143,14 @@ def _kept(settings: Settings, kernel: Kernel, header: Header) -> KeptBlocks | No
 
 
 def _kernel_of(
-    settings: Settings, loaded: LoadedModel, adapters: Adapters, tell: Progress
+    settings: Settings, loaded: LoadedModel, family: Family, adapters: Adapters, tell: Progress
 ) -> tuple[Geometry, Callable[[], Kernel]]:
     """What serves a model: its geometry, and what makes its kernel once the settings suit it."""
-    from kernel.families import family_of, owned_groups
     from kernel.grammar import Grammars
     from kernel.model_kernel import ModelKernel
     from kernel.model_owned import ModelOwnedKernel
     from kernel.quantised import identity_of, quantised
 
-    family = family_of(loaded.model)
     layout, bits = family.layout, settings.kv_bits or 0
     size, identity = settings.block_size, identity_of(loaded.digests["weights"], bits)
     if layout is not None:
@@ -175,7 +175,7 @@ def _kernel_of(
         raise SettingsError(
             f"{family.reason}: there is no pool, so leave num_blocks, kv_memory and kv_bits out"
         )
-    pool = Geometry(size, owned_groups(), identity)
+    pool = Geometry(size, family.groups(), identity)
 
     def over_its_own_caches() -> Kernel:
         tell(f"{family.reason}: requests run one after the other, and share no prefixes")

@@ -136,7 +136,7 @@ def prompts() -> list[list[int]]:
 def serve(model: Any, family: Family) -> Outcome:
     """The load over a pool of BLOCKS blocks: one request alone, then the others at once."""
     pool = Geometry(4, family.groups(BLOCKS), "family")
-    flags, layout = family.capabilities.as_flags(), family.layout
+    flags, layout = family.flags, family.layout
     kernel: Any
     if layout is None:
         kernel = ModelOwnedKernel(model, pool)
@@ -220,6 +220,7 @@ families` prints the same table, `mlxtape families --model PATH` what is found o
 - **packed**: all rows of a step in one call, K and V in pages, attention over pages.
 - **gathered**: K and V in pages, gathered for the model's own attention: decode rows together,
   prompts one by one.
+- **grouped**: the same, for models that want masks of five dimensions.
 - **alone**: the same with a call for each sequence.
 - **opaque**: over the caches that mlx-lm makes, one request at a time.
 - **untested**: cannot be run here.

@@ -69,7 +69,7 @@ def update_skipped(original: Any, witness: Witness) -> Any:
             return original(cache, keys, values)
         witness.note(-1, DONE)
         cache._use()
-        cache._handles = (KeyHandle(cache), ValueHandle(cache))
+        cache._handles = (KeyHandle(cache, keys.dtype), ValueHandle(cache, values.dtype))
         return cache._handles
 
     return update
@@ -126,8 +126,8 @@ def write_misplaced(original: Any, witness: Witness) -> Any:
 def stale_pages(original: Any, witness: Witness) -> Any:
     before: dict[int, Any] = {}
 
-    def read(cache: Any, keys: Any, values: Any) -> Any:
-        context, key_pages, value_pages = original(cache, keys, values)
+    def read(cache: Any, *arguments: Any) -> Any:
+        context, key_pages, value_pages = original(cache, *arguments)
         if not witness.on or cache.layer != ODD_LAYER:
             return context, key_pages, value_pages
         stale = before.get(cache.layer, (_zeros(key_pages), _zeros(value_pages)))
@@ -399,11 +399,13 @@ def copy_misplaced(original: Any, witness: Witness) -> Any:
     "logit",
 )
 def scale_rounded(original: Any, witness: Witness) -> Any:
-    def attend(context: Any, group: int, queries: Any, keys: Any, values: Any, scale: float) -> Any:
+    def attend(
+        context: Any, group: int, queries: Any, keys: Any, values: Any, scale: float, *rest: Any
+    ) -> Any:
         if witness.on:
             witness.note(-1, DONE)
             scale *= 1 + 1e-6
-        return original(context, group, queries, keys, values, scale)
+        return original(context, group, queries, keys, values, scale, *rest)
 
     return attend
 

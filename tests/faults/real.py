@@ -58,35 +58,36 @@ def _blas() -> str:
     return load_blas()
 
 
-@functools.cache
 def model(kernel: str) -> LoadedModel:
     """A loaded model; the same one for all loads."""
-    _blas()
-    from kernel.weights import load_model
-
-    return load_model(path_of(kernel))
+    return _loaded(kernel)[0]
 
 
 @functools.cache
+def _loaded(kernel: str) -> tuple[LoadedModel, Family]:
+    """A model and how it is served: found before any fault is put in."""
+    _blas()
+    from kernel.families import Family, family_of
+    from kernel.weights import load_model
+
+    held = load_model(path_of(kernel))
+    if kernel not in (TINY, SMOLLM2):
+        return held, Family(None, "over caches of its own")
+    return held, family_of(held.model)
+
+
 def family(kernel: str) -> Family:
     """How the model of a load is served."""
-    from kernel.families import Family, family_of
-
-    if kernel not in (TINY, SMOLLM2):
-        return Family(None, "over caches of its own")
-    return family_of(model(kernel).model)
+    return _loaded(kernel)[1]
 
 
 def geometry(load: Load) -> Geometry:
     """The pool of a load, with the model's identity and groups."""
-    from kernel.families import owned_groups
-
     held = model(load.kernel)
     blocks = load.geometry.groups[0].num_blocks
-    layout = family(load.kernel).layout
     return structs.replace(
         load.geometry,
-        groups=owned_groups() if layout is None else layout.groups(blocks),
+        groups=family(load.kernel).groups(blocks),
         identity=held.digests["weights"],
     )
 
@@ -116,7 +117,6 @@ def adapters(load: Load) -> Adapters:
 
 def header(load: Load, pool: Geometry) -> Header:
     """A header that replay takes for this model, device and BLAS."""
-    from kernel.families import capabilities_of
     from replay.models import device_name
 
     held = model(load.kernel)
@@ -128,7 +128,7 @@ def header(load: Load, pool: Geometry) -> Header:
         digests=held.digests,
         geometry=pool,
         policy=structs.asdict(load.policy),
-        capabilities=capabilities_of(pool.groups).as_flags(),
+        capabilities=family(load.kernel).flags,
         device=device_name(),
         blas=_blas(),
         sanitize=load.sanitize if pool.groups[0].paged else "off",

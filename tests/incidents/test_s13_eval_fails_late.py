@@ -37,18 +37,17 @@ def raising(stage: str, steps: set[int]) -> Iterator[None]:
     import mlx.core as mx
 
     def make(original: Any) -> Callable[..., Any]:
-        def run(forward: Any, context: Any, pages: Any) -> Any:
-            logits, anchor, seen = original(forward, context, pages)
+        def hidden(forward: Any, context: Any, pages: Any) -> Any:
+            rows, seen = original(forward, context, pages)
             if context.metadata.step not in steps:
-                return logits, anchor, seen
+                return rows, seen
             if stage == BUILD:
                 mx.zeros((2, 3)) @ mx.zeros((2, 3))
-            poison = mx.linalg.inv(mx.zeros((2, 2)), stream=mx.cpu)[0, 0]
-            return None if logits is None else logits + poison, anchor + poison, seen
+            return rows + mx.linalg.inv(mx.zeros((2, 2)), stream=mx.cpu)[0, 0], seen
 
-        return run
+        return hidden
 
-    with replaced("kernel.forward:Forward.run", make):
+    with replaced("kernel.forward:Forward.hidden", make):
         yield
 
 
