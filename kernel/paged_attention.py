@@ -23,8 +23,10 @@ from .fastmath import LOG2E
 from .metadata import Longs, StepMetadata
 from .paged_plan import RowsPlan, plan_fetch, plan_rows
 
-SHORT_ROWS_MAX = 8
-"""Pieces of at most that many rows are attended row by row."""
+ROW_KEYS_MAX = 1 << 16
+"""A piece is attended row by row up to that many keys of all its rows together; beyond it, its keys
+are made dense first, which costs as much as that on an H200.
+"""
 DTYPES = (mx.bfloat16, mx.float16, mx.float32)
 DIM_MAX = 256
 
@@ -122,12 +124,18 @@ def takes(dtype: mx.Dtype, key_dim: int, value_dim: int) -> bool:
 
 
 class StepTables:
-    """A step's plans, each made once and shared by the layers."""
+    """A step's plans, each made once and shared by the layers.
 
-    def __init__(self, dialect: Dialect, metadata: StepMetadata) -> None:
+    row_keys_max: ROW_KEYS_MAX, if None.
+    """
+
+    def __init__(
+        self, dialect: Dialect, metadata: StepMetadata, row_keys_max: int | None = None
+    ) -> None:
         self._dialect = dialect
         self._metadata = metadata
-        long = metadata.rows > SHORT_ROWS_MAX
+        most = ROW_KEYS_MAX if row_keys_max is None else row_keys_max
+        long = (metadata.rows > 1) & (metadata.rows * metadata.end > most)
         self._short: Longs = np.flatnonzero(~long)
         self._long: list[int] = np.flatnonzero(long).tolist()
         self._runs = _runs(metadata, long)

@@ -11,6 +11,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -65,7 +66,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 CONTEXT_TOKENS = 512
-STEPS = 30
+STEPS = 40
 LAYERS = ((32, 1024), (32, 8192), (1, 32768), (64, 512))
 """Rows and context of the layer that is timed alone: 32 query heads, 8 of K and V, of 128."""
 CALLS = 40
@@ -281,19 +282,20 @@ def paged_ms(
     )
     engine = Engine(lambda: _parts(model, geometry, policy, dialect))
     engine.open()
-    sink = _Times()
-    for number in range(batch):
+    sinks = [_Times() for _ in range(batch)]
+    for number, sink in enumerate(sinks):
         prompt = tuple((number * 7 + place) % 997 for place in range(CONTEXT_TOKENS))
-        parameters = Parameters(max_tokens=steps)
-        engine.submit(Submission(prompt, parameters), sink if number == 0 else _Times())
-    while engine.step() and not sink.at:
+        engine.submit(Submission(prompt, Parameters(max_tokens=steps)), sink)
+    while engine.step() and not all(sink.at for sink in sinks):
         pass
+    begun = len(sinks[0].at)
     mx.clear_cache()
     mx.reset_peak_memory()
     before = mx.get_active_memory()
     while engine.step():
         pass
-    apart = [b - a for a, b in zip(sink.at, sink.at[1:], strict=False)]
+    at = sinks[0].at[begun:]
+    apart = [b - a for a, b in pairwise(at)]
     extra = (mx.get_peak_memory() - before) / 1e9
     engine.stop()
     return statistics.median(apart) * 1e3, extra
