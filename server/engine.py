@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from itertools import takewhile
-from typing import Any, TypeVar
 
 import structlog
 from msgspec import Struct
@@ -24,9 +23,11 @@ from statemachine.events import Namespace
 from statemachine.geometry import Geometry
 from statemachine.records import FlushRequested, Header, RequestArrived, RequestCancelled
 
+from . import errands
 from .adapters import Adapter, Shelf
 from .admission import capacity_tokens, check_pool, refuse
 from .counters import Counters
+from .errands import Errands, Made
 from .kept import KeptBlocks
 from .loop import Arrival, Input, Loop, Parts
 from .policy import Policy
@@ -44,19 +45,8 @@ from .view import View
 
 log = structlog.get_logger()
 
-Made = TypeVar("Made")
-
-Errand = tuple[Callable[[], Any], Future[Any]]
-"""What to do on the engine's thread, and who waits for it."""
 
 STOPPED = "the server was stopped before this answer was complete"
-
-
-def _run_errand(work: Callable[[], Any], future: Future[Any]) -> None:
-    try:
-        future.set_result(work())
-    except Exception as error:
-        future.set_exception(error)
 
 
 class QueueFull(RequestRefused):
@@ -114,7 +104,7 @@ class Engine:
         self._waiting_max = waiting_max
         self._wake = threading.Condition()
         self._inbox: list[Input] = []
-        self._errands: list[Errand] = []
+        self._errands = Errands()
         self._next_request = 0
         self._stopping = False
         self._ended = False
@@ -150,14 +140,13 @@ class Engine:
         """One turn of the loop with all that came in; False where there was nothing to do."""
         with self._wake:
             inputs = self._take_in()
-            errands, self._errands = self._errands, []
+            due = self._errands.take()
         worked = self._opened_loop().step(inputs)
-        for work, future in errands:
-            _run_errand(work, future)
+        errands.run(due)
         shelf = self._opened_limits().shelf
         if shelf.retired:
             shelf.sweep(self._namespaces())
-        return worked or bool(errands)
+        return worked or bool(due)
 
     def _take_in(self) -> list[Input]:
         """What came in, in its order, up to a request whose kept rows are still being read; where
@@ -280,11 +269,10 @@ class Engine:
 
     def _do(self, work: Callable[[], Made]) -> Made:
         """Run `work` on the engine's thread and wait; here, where there is no such thread."""
-        future: Future[Made] = Future()
         with self._wake:
             if not self.healthy:
                 raise EngineStopped("the engine is not running: restart the server")
-            self._errands.append((work, future))
+            future = self._errands.put(work)
             self._wake.notify_all()
         if self._thread is None:
             self.step()
@@ -385,9 +373,8 @@ class Engine:
         with self._wake:
             self._ended = True
             inbox, self._inbox = self._inbox, []
-            errands, self._errands = self._errands, []
-        for _, future in errands:
-            future.set_exception(EngineStopped(said))
+            due = self._errands.take()
+        errands.give_up(due, EngineStopped(said))
         loop = self._opened_loop()
         try:
             loop.end(reason, said)
