@@ -29,6 +29,7 @@ from statemachine.records import Header  # noqa: E402
 
 from .paged import Runner, random_tokens  # noqa: E402
 from .real_server import cached_of, serving, text_of, tiny_folder  # noqa: E402
+from .tiny_families import family_config, family_weights  # noqa: E402
 from .tiny_models import tiny_config, tiny_weights, write_folder  # noqa: E402
 
 FAR = {8: 0.02, 4: 0.25}
@@ -137,6 +138,26 @@ def test_other_bits_than_8_and_4_are_refused() -> None:
         load_settings({"kv_bits": "3"}, {})
     assert load_settings({"kv_bits": "4"}, {}).kv_bits == 4
     assert load_settings({}, {}).kv_bits is None
+
+
+@pytest.mark.parametrize(("family", "reference"), [("mistral3", 0), ("exaone4", 2)])
+def test_windows_have_a_reference_where_mlx_lms_caches_hold_all_rows(
+    family: str, reference: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = family_config(family)
+    config.get("text_config", config)["head_dim"] = 32
+    folder = write_folder(tmp_path / "windows", config, family_weights(config))
+    tape = tmp_path / "tape.log"
+    with serving(folder, kv_bits=8, num_blocks=60, capture=str(tape), prefill_chunk=16) as it:
+        it.ask("more than a window holds", max_tokens=24)
+        it.idle()
+    replayed = [
+        replay_command([str(tape), "--depth", depth, "--model", str(folder)])
+        for depth in ("fold", "plan", "forward", "reference")
+    ]
+    assert replayed == [0, 0, 0, reference]
+    refused = "mlx-lm has no quantised caches of this model's kind" in capsys.readouterr().err
+    assert refused is bool(reference)
 
 
 def test_kept_prefixes_are_found_by_servers_of_the_same_bits_only(tmp_path: Path) -> None:
