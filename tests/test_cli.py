@@ -231,7 +231,9 @@ def test_a_gguf_of_another_architecture_is_refused_by_name(
     metadata = gguf_metadata(config) | {"general.architecture": "mamba"}
     file = write_gguf(tmp_path / "other.gguf", metadata, gguf_tensors(config, tiny_weights(config)))
     last = refusal(capsys, FAILED, *generate("--model", file))
-    assert last.startswith("other.gguf is a GGUF of architecture mamba, and only llama, qwen2, qwen3 are served")
+    assert last.startswith(
+        "other.gguf is a GGUF of architecture mamba, and only llama, qwen2, qwen3 are served"
+    )
 
 
 @pytest.mark.parametrize("size", [0, 3, 5_000, 300_000])
