@@ -15,6 +15,8 @@ from msgspec import UNSET, Struct, UnsetType
 
 Body = TypeVar("Body")
 
+MESSAGE_CHARACTERS_MAX = 800
+
 
 class ApiError(Exception):
     """A refusal in OpenAI's shape; `status` is HTTP's, `param` the field at fault."""
@@ -28,7 +30,7 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(_shortened(message))
         self.status = status
         self.kind = kind
         self.param = param
@@ -43,6 +45,14 @@ class ApiError(Exception):
             "code": self.code,
         }
         return msgspec.json.encode({"error": error})
+
+
+def _shortened(message: str) -> str:
+    """Sentences repeat what was sent, which may be megabytes, and each goes into the log."""
+    if len(message) <= MESSAGE_CHARACTERS_MAX:
+        return message
+    half = MESSAGE_CHARACTERS_MAX // 2
+    return f"{message[:half]} ... {message[-half:]}"
 
 
 class PromptDetails(Struct):

@@ -91,6 +91,15 @@ def test_a_wrong_field_is_a_400_that_names_it(fields: dict[str, Any], param: str
     assert "`" not in str(refusal.value)
 
 
+def test_a_sentence_does_not_repeat_megabytes_and_still_says_what_must_be() -> None:
+    with pytest.raises(ApiError) as refusal:
+        read(messages=[{"role": "r" * 2**20, "content": ""}])
+    said = str(refusal.value)
+    assert len(said) == 805
+    assert said.startswith("messages[0].role is 'rrr")
+    assert said.endswith("r'; it must be system or developer or user or assistant or tool.")
+
+
 def test_a_body_without_messages_says_that_they_are_missing() -> None:
     with pytest.raises(ApiError, match=r"^messages is missing\.$") as refusal:
         read_chat_request(b"{}")
