@@ -143,6 +143,21 @@ def test_rows_come_back_bit_by_bit_in_every_dtype_of_pages(dtype: mx.Dtype) -> N
     assert set(b"".join(back[2].tensors.values())) == {0}
 
 
+def test_moving_blocks_copies_no_page_array() -> None:
+    layers = (LayerShape(0, 4, 64, 64, mx.float32),)
+    pages = Pages(Geometry(16, (Group(num_blocks=2048),)), layers)
+    array_bytes = pages.nbytes // 2
+    rows = to_host(pages.read_blocks([5, 6]), [(), ()])
+    spec = block_spec(16, layers)
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    for _ in range(3):
+        pages.write_blocks([1, 2], to_device(rows, spec, layers))
+        pages.read_blocks([3])
+    assert mx.get_peak_memory() - before < array_bytes // 8
+    assert mx.get_active_memory() - before < array_bytes // 8
+
+
 def test_forward_runs_up_to_the_step_before_a_load(model: Path, tmp_path: Path) -> None:
     tape, store = tmp_path / "tape.log", str(tmp_path / "store")
     with serving(model, prefix_store=store, **SMALL) as served:

@@ -187,7 +187,7 @@ def test_printed_settings_are_toml_that_gives_the_same_settings(
         kv_memory=Size(2**31), lookahead=False,
     )  # fmt: skip
     assert (
-        printed(capsys, "--config", toml(tmp_path, text)).count("  # in ") == text.count("\n") - 5
+        printed(capsys, "--config", toml(tmp_path, text)).count("  # in ") == text.count("\n") - 7
     )
 
 
