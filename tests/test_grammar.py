@@ -286,9 +286,7 @@ def test_an_engine_without_grammars_refuses_them_and_so_does_one_without_an_end(
     )
     sim = Sim()
     monkey: Any = sim.engine
-    monkey._limits = type(monkey._limits)(
-        monkey._limits.geometry, POLICY, 0, "", {"grammar": kernel.cannot["grammar"]}
-    )
+    monkey._limits = structs.replace(monkey._limits, cannot={"grammar": kernel.cannot["grammar"]})
     with pytest.raises(RequestRefused, match="without a tokenizer"):
         sim.submit([1, 2], 4, grammar=DIGITS, end_tokens=ENDS)
     assert sim.kernel.batches == list[Batch]()
