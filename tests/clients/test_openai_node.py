@@ -21,7 +21,9 @@ QUESTION = "Name the capital of France."
 def said(served: Served, url: str) -> dict[str, Any]:
     home = node_folder()
     copied = shutil.copy(SCRIPT, home / SCRIPT.name)
-    answer: dict[str, Any] = json.loads(run_client(["node", str(copied), url, served.model], home, 240.0))
+    answer: dict[str, Any] = json.loads(
+        run_client(["node", str(copied), url, served.model], home, 240.0)
+    )
     return answer
 
 
