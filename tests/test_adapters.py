@@ -68,6 +68,7 @@ class Mixed(Runner):
     def __init__(self, folders: dict[str, Path], way: Way = PACKED, model: Any = None) -> None:
         model = model or load_model(str(folders[""])).model
         super().__init__(model, layout=look(model, way))
+        self.model = model
         self.adapters = Adapters(model)
         self.spaces = {"": Namespace()}
         for name in folders:
@@ -207,6 +208,21 @@ def test_a_row_whose_adapter_is_not_there_is_refused_and_not_served_by_the_base(
     ) as it:
         kernel.issue(Batch(1, pieces))
     assert it.value.seq == 1
+
+
+def test_a_layer_that_is_called_for_other_rows_than_the_steps_is_refused(
+    folders: dict[str, Path],
+) -> None:
+    mixed = Mixed(folders)
+    for seq, name in enumerate(("a", "", "b")):
+        mixed.open(seq, name)
+    pieces = tuple(mixed.book.append(seq, [1]) for seq in range(3))
+    layer = mixed.model.layers[0].self_attn.v_proj
+    with mixed.adapters.serving(pieces).rows():
+        assert layer(mx.zeros((3, 1, 64))).shape == (3, 1, 32)
+        with pytest.raises(AdapterError, match="is called for 2 rows in a step of 3"):
+            layer(mx.zeros((2, 1, 64)))
+    assert layer(mx.zeros((2, 1, 64))).shape == (2, 1, 32)
 
 
 def test_other_weights_under_a_name_are_another_version_beside_the_first(

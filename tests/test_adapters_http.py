@@ -20,10 +20,12 @@ from kernel.errors import AdapterError  # noqa: E402
 from replay.cli import main as replay_command  # noqa: E402
 from replay.reader import Tape  # noqa: E402
 from server.adapters import Key, Shelf  # noqa: E402
+from server.api import Engine  # noqa: E402
 from server.app import create_app  # noqa: E402
 from server.settings import Settings, SettingsError, load_settings  # noqa: E402
 from server.submission import RequestRefused, Submission  # noqa: E402
 from server.values import Texts  # noqa: E402
+from server.wire import ApiError  # noqa: E402
 from statemachine.events import Namespace  # noqa: E402
 from statemachine.records import AdapterUsed, Header, Parameters, RequestArrived  # noqa: E402
 
@@ -157,6 +159,18 @@ def test_an_adapter_that_is_unloaded_is_gone_for_new_requests_and_stays_for_old_
     assert twice.json()["error"]["message"] == (
         "There is no adapter 'gone' to unload: GET /v1/models lists those that are loaded."
     )
+
+
+def test_a_python_program_names_an_adapter_as_its_model(folders: dict[str, Path]) -> None:
+    named = [f"a={folders['a']}"]
+    with Engine.load(str(folders[""]), num_blocks=100, adapter=named) as engine:
+        texts = [
+            engine.generate("once", max_tokens=8, temperature=0, **model).text
+            for model in ({}, {"model": "a"}, {"model": str(folders[""])})
+        ]
+        with pytest.raises(ApiError, match="The model 'b' does not exist here"):
+            engine.chat("once", model="b")
+    assert texts[0] == texts[2] != texts[1]
 
 
 def test_an_adapter_that_went_while_a_request_came_in_is_a_404_too(
