@@ -17,6 +17,7 @@ from statemachine.geometry import ROWS_MAX
 from statemachine.records import Observation
 
 from .adapters import BASE, Serving
+from .compiled import CompiledCalls
 from .context import StepContext
 from .gathered import GatheredCalls
 from .layout import Layout, as_taken, look, paged_caches
@@ -72,16 +73,23 @@ class Forward:
         if self._layout.split:
             self._body, self._head = body_and_head(model)
         self._split = self._body is not model
-        self._calls: PackedCall | GatheredCalls = (
-            PackedCall(self._layout)
-            if self._layout.way.packed
-            else GatheredCalls(self._layout, window_max)
-        )
+        self._calls: PackedCall | CompiledCalls | GatheredCalls
+        if not self._layout.way.packed:
+            self._calls = GatheredCalls(self._layout, window_max)
+        elif dialect is None or not dialect.in_place:
+            self._calls = PackedCall(self._layout)
+        else:
+            self._calls = CompiledCalls(PackedCall(self._layout).run)
 
     @property
     def shows_hidden(self) -> bool:
         """Whether what the head is fed can be told from its logits."""
         return self._split
+
+    def reset(self) -> None:
+        """Forget what was made of page arrays that are thrown away."""
+        if isinstance(self._calls, CompiledCalls):
+            self._calls.reset()
 
     def context(
         self, metadata: StepMetadata, fed: mx.array | None = None, serving: Serving = BASE

@@ -201,6 +201,7 @@ class ModelKernel:
 
     def reset_pages(self) -> None:
         """Throw the page arrays away, unread, and make new ones."""
+        self._forward.reset()
         self._pages.reset()
         if self._dialect is not None:
             self._dialect.reset()

@@ -13,6 +13,8 @@ arrays, and no write can copy a pool.
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
 from typing import Protocol
 
 import mlx.core as mx
@@ -162,7 +164,7 @@ class StepTables:
         layer = _of_dtype(layer)
         short = None
         if len(self._short):
-            plan, counts = self._plan(group, shape)
+            plan, counts = self.plan(group, shape.columns)
             short = self._dialect.decode(shape, plan, counts, rows, layer)
         if not self._long:
             assert short is not None
@@ -178,16 +180,34 @@ class StepTables:
             )
         return out[:, :, None].astype(queries.dtype)
 
-    def _plan(self, group: int, shape: Shape) -> tuple[mx.array, RowsPlan]:
-        key = (group, shape.columns)
+    @property
+    def fixed(self) -> bool:
+        """Whether what is launched depends on nothing but the plans."""
+        return self.in_place and not self._long
+
+    @property
+    def asked(self) -> tuple[tuple[int, int], ...]:
+        """Groups and columns of the plans that the layers wanted so far."""
+        return tuple(self._plans)
+
+    def with_plans(self, arrays: Mapping[tuple[int, int], mx.array]) -> StepTables:
+        """The same step, its plans read from other arrays."""
+        other = copy.copy(self)
+        other._plans = {key: (array, self._plans[key][1]) for key, array in arrays.items()}
+        return other
+
+    def plan(self, group: int, columns: int) -> tuple[mx.array, RowsPlan]:
+        """The step's rows as items, for layers of a group."""
+        key = (group, columns)
         if key not in self._plans:
             counts = plan_rows(
                 self._metadata,
                 group,
                 self._short,
                 in_place=self.in_place,
-                columns=shape.columns,
+                columns=columns,
                 blocks=self._dialect.blocks,
+                roomy=self.in_place,
             )
             self._plans[key] = (mx.array(counts.ints), counts)
         return self._plans[key]

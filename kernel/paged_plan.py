@@ -27,6 +27,8 @@ ITEM_TILES = (32, 86)
 """No item is meant to be shorter or longer: a block has to pay for its start and for the merge of a
 row's items, and the last blocks run beside idle ones.
 """
+TABLE_STEP = 32
+"""Blocks by which the tables of a roomy plan grow, while they are short."""
 NOWHERE = 2**31 - 1
 """A start that no position reaches: all keys are in the pages."""
 
@@ -62,12 +64,14 @@ def plan_rows(
     columns: int,
     blocks: int,
     item_tiles: int | None = None,
+    roomy: bool = False,
 ) -> RowsPlan:
     """Each row of `pieces` as items of about as many tiles.
 
     in_place: keys of this step are read from the step's own rows, and written by the items.
     columns: blocks that each item takes; blocks: how many keep the device busy. item_tiles: tiles
-    of an item, chosen from these if None. Raises BadBatch where a row read has no block.
+    of an item, chosen from these if None. roomy: filled up to one of few sizes, with items of
+    nothing and tables that end in nothing. Raises BadBatch where a row read has no block.
     """
     counts = metadata.rows[pieces]
     number = np.repeat(np.arange(len(pieces)), counts)
@@ -85,8 +89,13 @@ def plan_rows(
     first = np.cumsum(splits) - splits
     row = np.repeat(np.arange(len(rows)), splits)
     place = np.arange(len(row)) - first[row]
-    items = np.empty((len(row), ITEM_INTS), np.int32)
-    items[:, 0] = items.size + number[row] * tables.shape[1]
+    count = _roomy(len(row), 1) if roomy else len(row)
+    if roomy:
+        room = _roomy(tables.shape[1], TABLE_STEP) - tables.shape[1]
+        tables = np.pad(tables, ((0, 0), (0, room)), constant_values=NO_BLOCK)
+    planned = np.zeros((count, ITEM_INTS), np.int32)
+    items = planned[: len(row)]
+    items[:, 0] = planned.size + number[row] * tables.shape[1]
     items[:, 1] = until[row]
     items[:, 2] = live_from[row]
     items[:, 3] = sink
@@ -99,8 +108,8 @@ def plan_rows(
     items[:, 9] = splits[row]
     items[:, 10] = first[row]
     items[:, 11] = row
-    ints = np.concatenate([items.reshape(-1), tables.reshape(-1)])
-    return RowsPlan(ints, len(items), len(rows), int(splits.max()))
+    ints = np.concatenate([planned.reshape(-1), tables.reshape(-1)])
+    return RowsPlan(ints, count, len(rows), int(splits.max()))
 
 
 def plan_fetch(metadata: StepMetadata, group: int, piece: int) -> FetchPlan:
@@ -121,6 +130,12 @@ def plan_fetch(metadata: StepMetadata, group: int, piece: int) -> FetchPlan:
         near = (positions >= live_from[:, None]) | (index < sink)
         mask = near & (positions < metadata.until[rows][:, None])
     return FetchPlan(np.concatenate([head, table]), read, mask)
+
+
+def _roomy(count: int, least: int) -> int:
+    """The next of few sizes: at most a quarter more, or `least`."""
+    step = max(least, 1 << max(0, count.bit_length() - 3))
+    return -(-count // step) * step
 
 
 def _tiles(until: Longs, live_from: Longs, sink: int) -> Longs:

@@ -154,6 +154,7 @@ FN void decode(const int* plan, const T* queries, const T* key_pages, const T* v
   typedef typename WarpOf<T, BLOCK, KEY, VALUE, HEADS>::type Warp;
   int worker = threadIdx.x, column = blockIdx.x, number = blockIdx.y;
   Item item = item_at(plan, number);
+  if (item.splits == 0) return;
   if (item.slot >= 0 && column % COLUMNS == 0)
     write_row<T, KEY, VALUE>(const_cast<T*>(key_pages), const_cast<T*>(value_pages), keys, values,
                              (long)item.slot * KV + column / COLUMNS,

@@ -1,0 +1,110 @@
+"""Compiled: steps of decode rows whose graph is built once and then fed, by mx.compile.
+
+Owns the graphs, one for each number of rows and size of plan. Building a step's graph in Python
+takes about as long as a large GPU takes to compute it. Only where rows are written in place: then a
+step's body is a function of its tokens, positions, plans and page arrays, and of nothing else that
+changes. Plans are filled up to few sizes, so that steps share graphs while contexts grow.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable
+
+import mlx.core as mx
+from attrs import frozen
+
+from .adapters import BASE
+from .context import StepContext
+from .metadata import CacheUse
+from .pages import PageStep
+from .split import Body
+
+GRAPHS_MAX = 64
+Run = Callable[[Body, StepContext, PageStep], tuple[mx.array, list[CacheUse]]]
+Key = tuple[int, tuple[tuple[int, int, bool], ...]]
+
+
+@frozen(eq=False)
+class _Graph:
+    """A compiled body, and what the caches counted when it was traced."""
+
+    call: Callable[..., mx.array]
+    uses: list[CacheUse]
+
+
+class CompiledCalls:
+    """A packed call, compiled where a step allows it. `run`: the call as it is."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._graphs: OrderedDict[Key, _Graph] = OrderedDict()
+        self._asked: tuple[tuple[int, int], ...] | None = None
+        self.failure = ""
+
+    def run(
+        self, body: Body, context: StepContext, pages: PageStep
+    ) -> tuple[mx.array, list[CacheUse]]:
+        """What leaves the body, [T, 1, D], and what each layer's cache counted."""
+        tables = context.tables
+        if self.failure or tables is None or not tables.fixed or context.serving is not BASE:
+            return self._run(body, context, pages)
+        if self._asked is None:
+            ran = self._run(body, context, pages)
+            self._asked = tables.asked
+            return ran
+        planned = [tables.plan(*asked) for asked in self._asked]
+        key = (
+            context.metadata.total_rows,
+            tuple((len(counts.ints), counts.items, counts.splits > 1) for _, counts in planned),
+        )
+        graph = self._graphs.pop(key, None)
+        if graph is None:
+            graph = self._trace(body, context, pages)
+        hidden = None
+        try:
+            hidden = graph.call(
+                context.tokens,
+                context.offset,
+                [array for array, _ in planned],
+                pages.keys,
+                pages.values,
+            )
+        except Exception as error:  # what a model does in Python that no graph can hold
+            self.failure = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+        if hidden is None:
+            self._graphs.clear()
+            return self._run(body, context, pages)
+        self._graphs[key] = graph
+        if len(self._graphs) > GRAPHS_MAX:
+            self._graphs.popitem(last=False)
+        return hidden, graph.uses
+
+    def reset(self) -> None:
+        """Forget the graphs, and with them all that they hold."""
+        self._graphs.clear()
+
+    def _trace(self, body: Body, context: StepContext, pages: PageStep) -> _Graph:
+        """A graph for steps like this one; traced when it is first called."""
+        uses: list[CacheUse] = []
+        asked = self._asked or ()
+        codes = pages.codes
+
+        def traced(
+            tokens: mx.array,
+            offset: mx.array,
+            plans: list[mx.array],
+            keys: list[mx.array],
+            values: list[mx.array],
+        ) -> mx.array:
+            inner = copy.copy(context)
+            inner.tokens, inner.offset = tokens, offset
+            assert context.tables is not None
+            inner.tables = context.tables.with_plans(dict(zip(asked, plans, strict=True)))
+            hidden, counted = self._run(body, inner, PageStep(list(keys), list(values), codes))
+            uses[:] = counted
+            return hidden
+
+        compiled: Callable[..., mx.array] = mx.compile(traced)
+        return _Graph(compiled, uses)
