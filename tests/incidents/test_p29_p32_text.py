@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
+import openai
 import pytest
 from msgspec import structs
 
-from server.desk import _refusal
-from server.stream import Answer
-from server.submission import RequestRefused, Submission
-from statemachine.records import Parameters, StepDone
+from statemachine.records import StepDone
 
 from ..fake_engine import byte_tokenizer
-from .serving import PLAIN, POLICY, Gate, Read, Served, over_fake, read, replays
+from .serving import MODEL, PLAIN, POLICY, Gate, Read, Served, over_fake, read, replays
 
 TOKENIZER = byte_tokenizer(PLAIN)
 STREAMS = ({}, {"stream": True, "stream_options": {"include_usage": True}})
@@ -155,7 +152,7 @@ def test_p31_characters_of_many_tokens_come_whole_in_two_streams_of_one_batch(
 
 
 def test_p32_a_prompt_that_ends_inside_a_character_shows_nothing_of_itself() -> None:
-    """By token ids, which HTTP does not take yet: 2 of 3 bytes, and the model says the third.
+    """By token ids: 2 of 3 bytes, and the model says the third.
 
     What is no character of the answer's own is a mark, as documented for bytes that are no UTF-8.
     """
@@ -167,12 +164,10 @@ def test_p32_a_prompt_that_ends_inside_a_character_shows_nothing_of_itself() -> 
         return said[position - len(prompt)]
 
     with over_fake(script=script) as served:
-
-        async def answer() -> str:
-            given = Submission(prompt, Parameters(len(said)))
-            return await Answer(served.engine, TOKENIZER, given).whole_text()
-
-        assert asyncio.run(answer()) == "\ufffdok"
+        answer = served.client.completions.create(
+            model=MODEL, prompt=list(prompt), max_tokens=len(said), temperature=0
+        )
+        assert answer.choices[0].text == "\ufffdok"
         served.idle()
 
 
@@ -189,9 +184,8 @@ def test_p32_an_answer_cut_inside_a_character_keeps_what_was_before_it(
 def test_p32_an_id_outside_of_the_vocabulary_is_a_400_and_the_engine_lives() -> None:
     with over_fake() as served:
         for token in (TOKENIZER.vocab_size, 2**40, -1):
-            given = Submission((1, token, 2), Parameters(4))
-            with pytest.raises(RequestRefused, match=f"token {token} of the prompt") as refused:
-                served.engine.submit(given, lambda _: None)
-            assert _refusal(refused.value).status == 400
+            with pytest.raises(openai.BadRequestError, match=f"token {token}") as refused:
+                served.client.completions.create(model=MODEL, prompt=[1, token, 2], max_tokens=4)
+            assert refused.value.param == "prompt"
         assert served.ask("still there", max_tokens=3).usage.completion_tokens == 3
         served.idle()
