@@ -44,6 +44,9 @@ from .sampling import plan_samples, sample
 from .shadow import EDGES, Shadow
 from .telling import Telling, plan_telling, read, tell
 
+GATHER = "gather"
+"""Pages are attended to by an array of the rows that are read, made with MLX's own operations."""
+
 
 @frozen(eq=False)
 class Ticket:
@@ -137,10 +140,10 @@ class ModelKernel:
 
     @property
     def attention(self) -> str:
-        """How pages are attended to: `tables` or `gather`, with the reason where one is due."""
+        """How pages are attended to: `tables` or GATHER, with the reason where one is due."""
         if self._dialect is not None:
             return "tables"
-        return f"gather: {self._tables_off}" if self._tables_off else "gather"
+        return f"{GATHER}: {self._tables_off}" if self._tables_off else GATHER
 
     @property
     def pages_bytes(self) -> int:

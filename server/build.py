@@ -96,6 +96,7 @@ def _make(
     except ValueError as error:
         raise SettingsError(str(error)) from None
     kernel = make()
+    flags = flags | _attention(kernel, tell)
     shelf = Shelf(adapters)
     for text in settings.adapter:
         adapter, folder = named_path(text)
@@ -117,6 +118,16 @@ def _make(
         kept=_kept(settings, kernel, header),
     )
     return parts, tokenizer
+
+
+def _attention(kernel: Kernel, tell: Progress) -> Flags:
+    """For the tape's header: how pages are attended to, where this device has more than one way."""
+    from kernel.model_kernel import GATHER, ModelKernel
+
+    if not isinstance(kernel, ModelKernel) or kernel.attention == GATHER:
+        return {}
+    tell(f"attention over pages by {kernel.attention}")
+    return {"attention": kernel.attention}
 
 
 def _kept(settings: Settings, kernel: Kernel, header: Header) -> KeptBlocks | None:

@@ -1,0 +1,151 @@
+"""Steps of decode rows share a graph: fed the step's arrays, it gives what building anew gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from attrs import asdict
+
+from kernel import attention
+from kernel.adapters import Serving
+from kernel.batch import Batch
+from kernel.compiled import CompiledCalls
+from kernel.context import StepContext
+from kernel.forward import PackedCall
+from kernel.layout import look
+from kernel.metadata import build
+from kernel.paged_attention import Layer, Shape
+from kernel.paged_plan import ITEM_INTS, RowsPlan
+from kernel.pages import Pages
+from kernel.split import body_and_head
+from kernel.tiny import tiny_llama
+from statemachine.geometry import Geometry, Group
+
+from .emulated import EmulatedCuda
+from .paged import Book
+
+LAYERS = 3
+
+
+class InGraph:
+    """A dialect of MLX's own operations: no attention, but all that a kernel is given matters."""
+
+    in_place = True
+    blocks = 24
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def decode(
+        self, shape: Shape, plan: mx.array, counts: RowsPlan, queries: mx.array, layer: Layer
+    ) -> mx.array:
+        self.calls += 1
+        items = plan[: counts.items * ITEM_INTS].reshape(counts.items, ITEM_INTS)
+        read = layer.key_pages[plan[items[0, 0]]].sum() + layer.value_pages[plan[-1]].sum()
+        own = mx.repeat(layer.keys + layer.values, shape.shared, axis=1)
+        return queries * items[:, 1].sum() * 1e-2 + own + read
+
+    def fetch(
+        self, shape: Shape, plan: mx.array, rows: int, layer: Layer
+    ) -> tuple[mx.array, mx.array]:
+        count = (shape.kv_heads, rows)
+        return mx.zeros((*count, shape.key_dim)), mx.zeros((*count, shape.value_dim))
+
+    def reset(self) -> None:
+        """Nothing is held."""
+
+
+class Steps:
+    """Two sequences that decode, each step both by a graph and built anew."""
+
+    def __init__(self, dialect: Any) -> None:
+        attention.install()
+        self.model = tiny_llama(2, layers=LAYERS)
+        layout = look(self.model)
+        self.body, _ = body_and_head(self.model)
+        self.dialect = dialect
+        self.plain = PackedCall(layout)
+        self.compiled = CompiledCalls(PackedCall(layout).run)
+        self.geometry = Geometry(block_size=4, groups=(Group(num_blocks=400),))
+        self.book = Book(self.geometry)
+        self.pages = Pages(self.geometry, layout.shapes, dialect)
+        self.serving: Any = None
+
+    def step(self, *rows: int) -> int:
+        """Feed some rows of each sequence; returns in how many layers a graph was built."""
+        pieces = [self.book.append(seq, [7 + seq] * count) for seq, count in enumerate(rows)]
+        metadata = build(Batch(1, tuple(pieces)), self.geometry)
+        contexts = [StepContext(metadata, dialect=self.dialect) for _ in range(2)]
+        before = self.dialect.calls
+        hidden, uses = self.compiled.run(self.body, contexts[0], self.pages.begin())
+        built = self.dialect.calls - before
+        wanted, counted = self.plain.run(self.body, contexts[1], self.pages.begin())
+        np.testing.assert_array_equal(np.array(hidden), np.array(wanted))
+        assert list(map(asdict, uses)) == list(map(asdict, counted))
+        return int(built)
+
+
+def test_steps_of_as_many_rows_share_a_graph() -> None:
+    steps = Steps(InGraph())
+    # The first is run as it is, to see which plans are asked for; the second is traced.
+    assert [steps.step(1, 1) for _ in range(6)] == [LAYERS, LAYERS, 0, 0, 0, 0]
+    assert steps.compiled.failure == ""
+
+
+def test_another_number_of_rows_has_a_graph_of_its_own() -> None:
+    steps = Steps(InGraph())
+    built = [steps.step(*rows) for rows in ((1, 1), (1, 1), (1,), (1, 1), (1,), (3, 1), (3, 1))]
+    assert built == [LAYERS, LAYERS, LAYERS, 0, 0, LAYERS, 0]
+
+
+def test_tables_that_outgrow_a_graph_get_another() -> None:
+    steps = Steps(InGraph())
+    steps.step(120, 1)
+    assert [steps.step(1, 1) for _ in range(12)] == [LAYERS, *[0] * 7, LAYERS, 0, 0, 0]
+
+
+def test_a_step_with_a_fetched_piece_is_built_anew(monkeypatch: Any) -> None:
+    monkeypatch.setattr("kernel.paged_attention.ROW_KEYS_MAX", 60)
+    steps = Steps(InGraph())
+    steps.step(1, 1)
+    assert [steps.step(1, 1), steps.step(20, 1), steps.step(20, 1)] == [LAYERS] * 3
+    assert steps.step(1, 1) == 0
+
+
+def test_graphs_are_forgotten_with_the_pages() -> None:
+    steps = Steps(InGraph())
+    assert [steps.step(1, 1) for _ in range(3)] == [LAYERS, LAYERS, 0]
+    steps.compiled.reset()
+    steps.pages.reset()
+    assert [steps.step(1, 1) for _ in range(2)] == [LAYERS, 0]
+
+
+def test_rows_of_adapters_are_built_anew() -> None:
+    steps = Steps(InGraph())
+    steps.step(1, 1)
+    steps.step(1, 1)
+    pieces = (steps.book.append(0, [5]), steps.book.append(1, [5]))
+    metadata = build(Batch(1, pieces), steps.geometry)
+    other = Serving(None, (), np.empty(0, np.int32))  # type: ignore[arg-type]
+    context = StepContext(metadata, serving=other, dialect=steps.dialect)
+    before = steps.dialect.calls
+    steps.compiled.run(steps.body, context, steps.pages.begin())
+    assert steps.dialect.calls - before == LAYERS
+
+
+def test_a_body_that_no_graph_can_hold_is_run_as_it_is() -> None:
+    """The emulator evaluates what it is given, which cannot be done while a graph is traced."""
+    steps = Steps(EmulatedCuda())
+    assert steps.step(1, 1) == LAYERS
+    assert steps.compiled.failure == ""
+    steps.step(1, 1)
+    assert steps.compiled.failure.startswith("ValueError: [eval] Attempting to eval an array")
+    assert [steps.step(1, 1) for _ in range(2)] == [LAYERS, LAYERS]
+
+
+@pytest.fixture(autouse=True)
+def _dispatch() -> None:
+    attention.install()
