@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from attrs import evolve
 from msgspec import structs
 
 from kernel.block_io import BlockRows, TensorSpec
@@ -25,8 +27,15 @@ from server.kept_file import FORMAT, Kept, StoreError
 from server.policy import Policy
 from server.prefix_store import PrefixStore
 from server.submission import Submission, Update
-from statemachine.codec import TapeEncoder
-from statemachine.events import BlockCopied, BlockEvicted, BlockLoaded, BlockStored, Namespace
+from statemachine.codec import TapeDecoder, TapeEncoder
+from statemachine.events import (
+    BlockCopied,
+    BlockEvicted,
+    BlockLoaded,
+    BlockStored,
+    Event,
+    Namespace,
+)
 from statemachine.geometry import Geometry, Group
 from statemachine.records import (
     BlocksOffered,
@@ -39,6 +48,8 @@ from statemachine.sequence import pack
 from statemachine.tags import root_key, row_tag
 
 from .sim import POLICY, SMALL, Inbox, Sim, answer_alone, prompts
+from .simulation_check import check_load
+from .simulation_random import random_load
 
 STORING = structs.replace(POLICY, store_evicted=True)
 GEOMETRY = structs.replace(SMALL, identity="weights 1")
@@ -608,3 +619,27 @@ def test_many_requests_in_a_tight_pool_answer_as_alone(tmp_path: Path, seed: int
         replays_clean(server, tmp_path / f"{life}.log")
     assert totals["loaded"] > 5
     assert totals["preemptions"] > 0
+
+
+SEEDS = tuple(range(60))
+
+
+def test_random_loads_with_a_store_are_clean() -> None:
+    """The simulation's loads, as far as their pools can have a store; judged as they are there."""
+    had: Counter[str] = Counter()
+    for seed in SEEDS:
+        load = random_load(seed)
+        if [group.kind for group in load.geometry.groups] != ["full"]:
+            continue
+        if load.geometry.hash != "xxh3":
+            continue
+        policy = structs.replace(load.policy, store_evicted=True, prefix_cache=True)
+        played = check_load(evolve(load, policy=policy), every_event=seed % 10 == 0)
+        had.update(type(it).__name__ for it in _events_of(played.tape))
+    assert had["BlockStored"] > 50
+    assert had["BlockLoaded"] > 10
+
+
+def _events_of(tape: bytes) -> Iterator[Event]:
+    for record in TapeDecoder().feed(tape):
+        yield from getattr(record, "events", ())

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
-from kernel.block_io import BlockRows
 from statemachine.events import BlockLoaded, Event
 
 from . import loads
@@ -37,23 +35,20 @@ def rows_of_another(original: Any, witness: Witness) -> Any:
 
 @FAULTS.add(
     "kept-under-another-key",
-    "rows that are read out of the pages together are filed under each other's keys, unchecked",
-    "server.kept:KeptBlocks._sound",
+    "rows that are loaded together go into each other's blocks",
+    "kernel.fake:FakeKernel.write_blocks",
     loads.KEPT,
     "fold",
     "content",
     "not the row",
-    late_steps=13,
 )
 def under_another_key(original: Any, witness: Witness) -> Any:
-    def sound(self: Any, state: Any, pairs: Iterable[Any]) -> Any:
-        entries, rows = zip(*pairs, strict=True)
+    def write_blocks(self: Any, blocks: Any, rows: Any) -> None:
         if len(rows) > 1:
             witness.note()
-        for entry, wrong in zip(entries, [*rows[1:], rows[0]], strict=True):
-            yield from original(self, state, [(entry, BlockRows(wrong.tensors))])
+        original(self, blocks, [*rows[1:], rows[0]])
 
-    return sound
+    return write_blocks
 
 
 @FAULTS.add(
