@@ -24,7 +24,7 @@ from kernel.block_io import BlockIO, BlockRows
 from statemachine.events import BlockLoaded, BlockStored
 from statemachine.geometry import FULL, Geometry
 from statemachine.prefix import lookup
-from statemachine.records import BlocksOffered, RequestArrived
+from statemachine.records import NO_PARENT, BlocksOffered, RequestArrived
 from statemachine.sequence import pack, unpack
 from statemachine.state import NO_ENTRY, Entry, State
 from statemachine.tags import block_tags, root_key
@@ -69,8 +69,8 @@ class KeptBlocks:
     def ask(self, submission: Submission, state: State) -> Future[Read] | None:
         """Have a prompt's blocks read that `state` does not have; None where there are none."""
         space, tokens = submission.namespace, submission.tokens
-        if space.adapter:
-            return None
+        if space.adapter or submission.parent != NO_PARENT:
+            return None  # a copy shares its parent's rows
         found = lookup(state, space, tokens).rows // self._geometry.block_size
         return self._store.ask(space, tokens, found)
 

@@ -221,6 +221,19 @@ def test_a_request_waits_for_its_rows_in_its_turn_and_others_go_on(tmp_path: Pat
     assert arrived == [0, 1, 2]
 
 
+def test_copies_of_a_request_and_twins_of_it_load_nothing_twice(tmp_path: Path) -> None:
+    warm(tmp_path)
+    server = Server(tmp_path)
+    inboxes = [server.submit(PROMPT), server.submit(PROMPT), Inbox()]
+    parent = Submission(PROMPT, Parameters(8), parent=0)
+    server.engine.submit(parent, inboxes[2])
+    server.run()
+    assert [it.request for it in server.records(BlocksOffered)] == [0, 1]
+    assert len(server.events(BlockLoaded)) == 5
+    assert len({inbox.tokens for inbox in inboxes}) == 1
+    assert server.store._ready_bytes == 0, "what was read is let go of"
+
+
 def test_a_salted_prompt_is_found_by_the_same_salt_only(tmp_path: Path) -> None:
     folder = tmp_path / "store"
     first = Server(folder)
