@@ -17,6 +17,7 @@ from attrs import frozen
 
 from .adapters import BASE
 from .context import StepContext
+from .errors import describe
 from .metadata import CacheUse
 from .pages import PageStep
 from .split import Body
@@ -72,7 +73,7 @@ class CompiledCalls:
                 pages.values,
             )
         except Exception as error:  # what a model does in Python that no graph can hold
-            self.failure = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+            self.failure = describe(error)
         if hidden is None:
             self._graphs.clear()
             return self._run(body, context, pages)

@@ -28,3 +28,9 @@ class TokenizerError(ModelError):
 
 class TemplateError(KernelError):
     """A chat template is missing, broken, or refused the messages: the request's fault."""
+
+
+def describe(error: Exception) -> str:
+    """An error in a line, with nothing kept of its frames."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"[:500]

@@ -30,7 +30,7 @@ from .adjusting import adjusted, asked_of, plan_adjustments
 from .batch import Batch, BuildFailed, EvalFailed, StepResult
 from .block_arrays import block_spec, to_device, to_host
 from .block_io import BlockRows, TensorSpec
-from .errors import ModelError
+from .errors import ModelError, describe
 from .families import family_of
 from .forward import Forward, anchor, hidden_rows
 from .layout import Layout, look
@@ -336,9 +336,3 @@ def lacking(masks: Masks | None, shows_hidden: bool) -> dict[str, str]:
     if not shows_hidden:
         reasons["embed"] = "this model's last hidden state cannot be told from its logits"
     return reasons
-
-
-def describe(error: Exception) -> str:
-    """An error in a line, with nothing kept of its frames."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}"[:500]

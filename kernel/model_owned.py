@@ -31,10 +31,10 @@ from . import fastmath
 from .adapters import Adapters
 from .adjusting import adjusted, asked_of, plan_adjustments
 from .batch import Batch, BuildFailed, EvalFailed, Piece, StepResult
-from .errors import ModelError
+from .errors import ModelError, describe
 from .masks import Masks
 from .metadata import BadBatch
-from .model_kernel import describe, lacking
+from .model_kernel import lacking
 from .owned_caches import OwnedCaches
 from .owned_probe import probe
 from .sampling import plan_samples, sample

@@ -13,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from attrs import frozen
 
-from .errors import ModelError
-from .model_kernel import describe
+from .errors import ModelError, describe
 from .owned_caches import OwnedCaches
 
 PROBE_FIRST = (0, 0)

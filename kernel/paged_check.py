@@ -20,6 +20,7 @@ from statemachine.sequence import Sequence
 from .attention import attend
 from .batch import Batch, Piece
 from .context import StepContext
+from .errors import describe
 from .metadata import StepMetadata, build
 from .paged_attention import Dialect, Layer, Shape, StepTables
 from .pages import PageStep
@@ -41,7 +42,7 @@ def disagreement(dialect: Dialect, asked: Iterable[tuple[Shape, Group]]) -> str:
         try:
             reason = _compared(dialect, shape, group, number)
         except Exception as error:  # a kernel that does not compile, say
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+            reason = describe(error)
         dialect.reset()
         if reason:
             return f"the kernel {shape.name} is left alone: {reason}"

@@ -17,6 +17,7 @@ from statemachine.sequence import Sequence
 from .attention_cuda import CudaDialect
 from .attention_metal import MetalDialect
 from .batch import Batch, Piece
+from .errors import describe
 from .forward import Forward
 from .layout import Layout
 from .metadata import build
@@ -45,7 +46,10 @@ def suited(
             heads = f"heads of {it.key_dim} and {it.value_dim} in {it.dtype}"
             return None, f"layer {number} has {heads}, which no kernel reads through block tables"
     groups = layout.groups(1)
-    asked = [(shape, groups[group]) for shape, group in asked_shapes(model, layout, block_size)]
+    try:
+        asked = [(shape, groups[group]) for shape, group in asked_shapes(model, layout, block_size)]
+    except Exception as error:  # rows that nothing attends over, say
+        return None, describe(error)
     reason = disagreement(dialect, asked)
     return (None, reason) if reason else (dialect, "")
 

@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from kernel import attention, fastmath, paged_attention
+from kernel import attention, fastmath, paged_attention, paged_choice
 from kernel.caches import HandleMisused, PagedCache
 from kernel.context import StepContext
 from kernel.forward import Forward
@@ -273,6 +273,16 @@ def test_a_model_is_served_by_the_gather_where_a_kernel_disagrees() -> None:
     dialect, reason = suited(model, look(model), 16, EmulatedCuda(changes=(change,)))
     assert dialect is None
     assert "attention differs from the gather's by" in reason
+
+
+def test_a_model_that_no_kernel_can_be_asked_for_is_served_by_the_gather(monkeypatch: Any) -> None:
+    def asked(*_: object) -> None:
+        raise HandleMisused("layer 0 has rows that nothing attends over")
+
+    monkeypatch.setattr(paged_choice, "asked_shapes", asked)
+    model = tiny_llama(1)
+    reason = "HandleMisused: layer 0 has rows that nothing attends over"
+    assert suited(model, look(model), 16, EmulatedCuda()) == (None, reason)
 
 
 def test_heads_that_no_kernel_reads_are_served_by_the_gather() -> None:
