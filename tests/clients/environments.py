@@ -17,6 +17,7 @@ PYTHON = {
     "instructor": ("instructor==1.17.0",),
     "litellm": ("litellm==1.110.2",),
     "llm": ("llm==0.36",),
+    "locust": ("locust==2.47.0",),
     "lm-eval": ("lm-eval[api]==0.4.13",),
     "schemathesis": ("schemathesis==4.32.5",),
 }
