@@ -27,6 +27,7 @@ load_blas()
 import openai  # noqa: E402
 
 from replay.cli import main as replay_command  # noqa: E402
+from server.logs import configure_logs  # noqa: E402
 
 from .real_server import Served, serving, tiny_folder  # noqa: E402
 
@@ -124,6 +125,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     parser.add_argument("--seconds", type=float, default=600.0)
     arguments = parser.parse_args()
+    configure_logs("warning")
     with tempfile.TemporaryDirectory() as folder:
         report = soak(arguments.seconds, Path(folder))
     print(json.dumps(report), flush=True)
