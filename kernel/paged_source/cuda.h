@@ -1,4 +1,4 @@
-// The words of decode.h and of tensor.h in CUDA. The tests' emulator has its own for the first part.
+// The words of decode.h and of tensor.h in CUDA. The tests' emulator has its own for most of them.
 #pragma once
 #ifndef EMULATED
 #define FN __device__ __forceinline__
@@ -23,13 +23,15 @@ FN unsigned turned(unsigned x) {
 }
 FN void multiply(float (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0,
                  unsigned b1, __nv_bfloat16) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+      "{%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 FN void multiply(float (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0,
                  unsigned b1, __half) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+      "{%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
@@ -45,8 +47,12 @@ FN unsigned packed(float low, float high, __half) {
 }
 FN float low_of(unsigned x, __nv_bfloat16) { return __uint_as_float(x << 16); }
 FN float high_of(unsigned x, __nv_bfloat16) { return __uint_as_float(x & 0xffff0000u); }
-FN float low_of(unsigned x, __half) { return __half2float(__ushort_as_half((unsigned short)x)); }
-FN float high_of(unsigned x, __half) { return __half2float(__ushort_as_half((unsigned short)(x >> 16))); }
+FN float low_of(unsigned x, __half) {
+  return __half2float(__ushort_as_half((unsigned short)x));
+}
+FN float high_of(unsigned x, __half) {
+  return __half2float(__ushort_as_half((unsigned short)(x >> 16)));
+}
 #endif
 #define GLOBAL
 #define GROUP

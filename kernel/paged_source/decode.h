@@ -164,7 +164,8 @@ template <typename T, int BLOCK, int KEY, int VALUE, int HEADS> struct PlainWarp
         mix[h][i] *= kept;
         for (int reach = LANES; reach < 32; reach *= 2) mix[h][i] += shuffle_xor(mix[h][i], reach);
         int four = part + i / 4 * LANES;
-        if (h < heads && key_of == 0 && four * 4 < VALUE) mixes[h * VALUE + four * 4 + i % 4] = mix[h][i];
+        if (h < heads && key_of == 0 && four * 4 < VALUE)
+          mixes[h * VALUE + four * 4 + i % 4] = mix[h][i];
       }
       if (h < heads && lane == 0) { peaks[h] = top; totals[h] = total[h]; }
     }
@@ -173,7 +174,8 @@ template <typename T, int BLOCK, int KEY, int VALUE, int HEADS> struct PlainWarp
 
 // A warp's share of an item: the next tile's keys and values are on their way while one is mixed.
 template <typename Warp, typename T, int BLOCK>
-FN void walk(LOCAL Warp& warp, LOCAL const Rows<T, BLOCK>& rows, int tile, int end, int warps, float scale) {
+FN void walk(LOCAL Warp& warp, LOCAL const Rows<T, BLOCK>& rows, int tile, int end, int warps,
+             float scale) {
   if (tile >= end) return;
   int base = rows.base(tile);
   warp.load_keys(rows, tile, base);
@@ -192,8 +194,8 @@ FN void walk(LOCAL Warp& warp, LOCAL const Rows<T, BLOCK>& rows, int tile, int e
   }
 }
 
-// What is left to do with a total where a head has a sink: a key that all rows see, of no value.
-// `top` becomes the peak of both.
+// A total with the sink of its head in it, a key that all rows see, of no value. Returns what is
+// left of the mix beside it.
 FN float kept_beside_sink(LOCAL float& total, float peak, float sink) {
   float top = larger(peak, sink);
   float kept = power2(peak - top);
@@ -202,13 +204,12 @@ FN float kept_beside_sink(LOCAL float& total, float peak, float sink) {
 }
 
 // Put the step's own row to its place in the pages: only rows that nothing reads in this step.
-template <typename T, int KEY, int VALUE>
-FN void write_row(GLOBAL T* key_pages, GLOBAL T* value_pages, GLOBAL const T* keys,
-                  GLOBAL const T* values, long to, long from, int worker, int workers) {
-  for (int i = worker; i < KEY / 4; i += workers)
-    *(GLOBAL Four<T>*)(key_pages + to * KEY + i * 4) = *(GLOBAL const Four<T>*)(keys + from * KEY + i * 4);
-  for (int i = worker; i < VALUE / 4; i += workers)
-    *(GLOBAL Four<T>*)(value_pages + to * VALUE + i * 4) = *(GLOBAL const Four<T>*)(values + from * VALUE + i * 4);
+template <typename T, int WIDTH>
+FN void write_row(GLOBAL T* pages, GLOBAL const T* rows, long to, long from, int worker,
+                  int workers) {
+  GLOBAL Four<T>* into = (GLOBAL Four<T>*)(pages + to * WIDTH);
+  GLOBAL const Four<T>* row = (GLOBAL const Four<T>*)(rows + from * WIDTH);
+  for (int i = worker; i < WIDTH / 4; i += workers) into[i] = row[i];
 }
 
 // Merge a block's warps: the peak, the total and one number of the mix of a head.
@@ -334,10 +335,12 @@ FN void fetch_piece(long number, GLOBAL const int* plan, GLOBAL T* key_pages, GL
   int block = plan[FETCH_INTS + position / BLOCK];
   long inside = ((long)block * BLOCK + position % BLOCK) * KV + head;
   four = is_key ? four : four - KEY / 4;
-  GLOBAL Four<T>* page = (GLOBAL Four<T>*)((is_key ? key_pages : value_pages) + inside * width) + four;
-  GLOBAL const Four<T>* row = (GLOBAL const Four<T>*)((is_key ? keys : values)
-      + ((long)(fresh + position) * KV + head) * width) + four;
+  long from = ((long)(fresh + position) * KV + head) * width;
+  long to = ((long)head * count + at) * width;
+  GLOBAL T* pages = (is_key ? key_pages : value_pages) + inside * width;
+  GLOBAL Four<T>* page = (GLOBAL Four<T>*)pages + four;
+  GLOBAL const Four<T>* row = (GLOBAL const Four<T>*)((is_key ? keys : values) + from) + four;
   Four<T> loaded = position < start ? *page : *row;
   if (position >= start) *page = loaded;
-  *((GLOBAL Four<T>*)((is_key ? out_keys : out_values) + ((long)head * count + at) * width) + four) = loaded;
+  *((GLOBAL Four<T>*)((is_key ? out_keys : out_values) + to) + four) = loaded;
 }

@@ -1,5 +1,5 @@
-// The words of decode.h in Metal. Nothing here was run on Metal: kernels are checked at load, against
-// the gather, and left alone if they disagree.
+// The words of decode.h in Metal. Nothing here was run on Metal: kernels are checked at load,
+// against the gather, and left alone if they disagree.
 #pragma once
 #define FN inline
 #define GLOBAL device

@@ -8,8 +8,8 @@
 //
 // Scores [16 keys, 8 heads]: the order of the numbers summed over is free as long as A and B agree,
 // so a lane's 8 numbers of a key (16 bytes) serve two products.
-// Mixes [16 dims, 8 heads]: A is V turned, pairs of keys by byte_perm; B is the weights turned. With
-// 4 heads or fewer the other 4 columns repeat them, and take what the rounding of a weight to
+// Mixes [16 dims, 8 heads]: A is V turned, pairs of keys by byte_perm; B is the weights turned.
+// With 4 heads or fewer the other 4 columns repeat them, and take what the rounding of a weight to
 // 16 bits leaves over: the sum of both is exact to 16 bits.
 #pragma once
 
@@ -29,7 +29,8 @@ template <typename T, int BLOCK, int KEY, int VALUE, int HEADS> struct TensorWar
     total[0] = total[1] = 0.0f;
     int head = TWICE ? line % 4 : line;
 #pragma unroll
-    for (int j = 0; j < KEY_PARTS; ++j) query[j] = part(queries + head * KEY, j * 4 + column, head < heads ? KEY : 0);
+    for (int j = 0; j < KEY_PARTS; ++j)
+      query[j] = part(queries + head * KEY, j * 4 + column, head < heads ? KEY : 0);
 #pragma unroll
     for (int i = 0; i < VALUE_PARTS * 4; ++i) mix[i][0] = mix[i][1] = mix[i][2] = mix[i][3] = 0.0f;
   }
@@ -63,8 +64,9 @@ template <typename T, int BLOCK, int KEY, int VALUE, int HEADS> struct TensorWar
     scores[0] = scores[1] = scores[2] = scores[3] = 0.0f;
 #pragma unroll
     for (int j = 0; j < KEY_PARTS; ++j) {
-      multiply(scores, key[0][j].x, key[1][j].x, key[0][j].y, key[1][j].y, query[j].x, query[j].y, T());
-      multiply(scores, key[0][j].z, key[1][j].z, key[0][j].w, key[1][j].w, query[j].z, query[j].w, T());
+      uint4 a = key[0][j], b = key[1][j], q = query[j];
+      multiply(scores, a.x, b.x, a.y, b.y, q.x, q.y, T());
+      multiply(scores, a.z, b.z, a.w, b.w, q.z, q.w, T());
     }
   }
   FN void weigh(const Rows<T, BLOCK>& rows, int tile, float scale) {
@@ -88,7 +90,8 @@ template <typename T, int BLOCK, int KEY, int VALUE, int HEADS> struct TensorWar
       scores[i + 2] = power2(scores[i + 2] - top);
       total[i] = total[i] * kept[i] + scores[i] + scores[i + 2];
     }
-    unsigned low = turned(weights(scores[0], scores[1])), high = turned(weights(scores[2], scores[3]));
+    unsigned low = turned(weights(scores[0], scores[1]));
+    unsigned high = turned(weights(scores[2], scores[3]));
 #pragma unroll
     for (int i = 0; i < VALUE_PARTS * 4; ++i) {
       mix[i][0] *= kept[0]; mix[i][1] *= kept[1]; mix[i][2] *= kept[0]; mix[i][3] *= kept[1];
@@ -105,11 +108,12 @@ template <typename T, int BLOCK, int KEY, int VALUE, int HEADS> struct TensorWar
   // Two heads' weights of a key in 16 bits; in the repeated columns, what that leaves over.
   FN unsigned weights(float one, float two) const {
     unsigned rounded = packed(one, two, T());
-    if (TWICE && column >= 2) return packed(one - low_of(rounded, T()), two - high_of(rounded, T()), T());
-    return rounded;
+    if (!TWICE || column < 2) return rounded;
+    return packed(one - low_of(rounded, T()), two - high_of(rounded, T()), T());
   }
   // Two dims of four keys each.
-  FN void mix_two(float (&into)[4], unsigned a, unsigned b, unsigned c, unsigned d, unsigned low, unsigned high) {
+  FN void mix_two(float (&into)[4], unsigned a, unsigned b, unsigned c, unsigned d, unsigned low,
+                  unsigned high) {
     multiply(into, __byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632), __byte_perm(c, d, 0x5410),
              __byte_perm(c, d, 0x7632), low, high, T());
   }
@@ -135,15 +139,19 @@ template <typename T, int BLOCK, int KEY, int VALUE, int HEADS> struct TensorWar
 };
 
 // 16-bit pages go to tensor cores, others to plain arithmetic.
-template <typename T, int BLOCK, int KEY, int VALUE, int HEADS, bool TENSOR = sizeof(T) == 2 && KEY % 8 == 0 && VALUE % 8 == 0>
+template <typename T, int BLOCK, int KEY, int VALUE, int HEADS,
+          bool TENSOR = sizeof(T) == 2 && KEY % 8 == 0 && VALUE % 8 == 0>
 struct WarpOf { typedef PlainWarp<T, BLOCK, KEY, VALUE, HEADS> type; };
 template <typename T, int BLOCK, int KEY, int VALUE, int HEADS>
-struct WarpOf<T, BLOCK, KEY, VALUE, HEADS, true> { typedef TensorWarp<T, BLOCK, KEY, VALUE, HEADS> type; };
+struct WarpOf<T, BLOCK, KEY, VALUE, HEADS, true> {
+  typedef TensorWarp<T, BLOCK, KEY, VALUE, HEADS> type;
+};
 
-// Grid: x = K/V heads times columns of heads, y = items. Pages are written in place, each row by the
-// block that has its last item. The last block of a row's items merges them, and sets their counter
-// back to 0.
-template <typename T, int BLOCK, int KEY, int VALUE, int KV, int SHARED, int HEADS, int WARPS, bool SINKS>
+// Grid: x = K/V heads times columns of heads, y = items; items without splits fill a plan up. Pages
+// are written in place, each row by the block that has its last item. The last block of a row's
+// items merges them, and sets their counter back to 0.
+template <typename T, int BLOCK, int KEY, int VALUE, int KV, int SHARED, int HEADS, int WARPS,
+          bool SINKS>
 FN void decode(const int* plan, const T* queries, const T* key_pages, const T* value_pages,
                const T* keys, const T* values, const float* sinks, unsigned* counters, T* out,
                float* parts, float* tops, float scale) {
@@ -155,10 +163,12 @@ FN void decode(const int* plan, const T* queries, const T* key_pages, const T* v
   int worker = threadIdx.x, column = blockIdx.x, number = blockIdx.y;
   Item item = item_at(plan, number);
   if (item.splits == 0) return;
-  if (item.slot >= 0 && column % COLUMNS == 0)
-    write_row<T, KEY, VALUE>(const_cast<T*>(key_pages), const_cast<T*>(value_pages), keys, values,
-                             (long)item.slot * KV + column / COLUMNS,
-                             (long)(item.fresh + item.until - 1) * KV + column / COLUMNS, worker, WARPS * 32);
+  if (item.slot >= 0 && column % COLUMNS == 0) {
+    int head = column / COLUMNS;
+    long to = (long)item.slot * KV + head, from = (long)(item.fresh + item.until - 1) * KV + head;
+    write_row<T, KEY>(const_cast<T*>(key_pages), keys, to, from, worker, WARPS * 32);
+    write_row<T, VALUE>(const_cast<T*>(value_pages), values, to, from, worker, WARPS * 32);
+  }
   attend_item<Warp, T, BLOCK, KEY, VALUE, KV, SHARED, HEADS, WARPS, SINKS>(
       item, number, column, plan, queries, key_pages, value_pages, keys, values, sinks, out, parts,
       tops, scale, mixes, peaks, totals, worker);
@@ -173,13 +183,14 @@ FN void decode(const int* plan, const T* queries, const T* key_pages, const T* v
   __syncthreads();
   if (!last) return;
   __threadfence();
-  merge_item<T, VALUE, KV, SHARED, HEADS, SINKS>(item, column, sinks, out, parts, tops, worker, WARPS * 32);
+  merge_item<T, VALUE, KV, SHARED, HEADS, SINKS>(item, column, sinks, out, parts, tops, worker,
+                                                 WARPS * 32);
 }
 
 template <typename T, int BLOCK, int KEY, int VALUE, int KV>
 FN void fetch(const int* plan, const T* key_pages, const T* value_pages, const T* keys,
               const T* values, T* out_keys, T* out_values) {
-  fetch_piece<T, BLOCK, KEY, VALUE, KV>((long)blockIdx.x * blockDim.x + threadIdx.x, plan,
-                                        const_cast<T*>(key_pages), const_cast<T*>(value_pages), keys,
-                                        values, out_keys, out_values);
+  fetch_piece<T, BLOCK, KEY, VALUE, KV>(
+      (long)blockIdx.x * blockDim.x + threadIdx.x, plan, const_cast<T*>(key_pages),
+      const_cast<T*>(value_pages), keys, values, out_keys, out_values);
 }
