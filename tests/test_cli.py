@@ -56,6 +56,8 @@ def command(*arguments: object, **options: Any) -> subprocess.Popen[str]:
         text=True,
         errors="replace",
         env=environment | options.pop("env", {}),
+        # Whoever runs these tests in the background has interrupts ignored, and so have children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         **options,
     )
 
