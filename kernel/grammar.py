@@ -40,8 +40,10 @@ WHITESPACE = r" |\n {0,16}|\n\t{0,8}"
 """Between the tokens of JSON: one blank, or a new line and what it is indented by. Without an end
 to it a small model writes blanks until its limit.
 """
-LIMITS = LLParserLimits(initial_lexer_fuel=300_000, verbose_errors=False)
-"""The fuel bounds how long a regular expression with huge counts holds up the engine."""
+LIMITS = LLParserLimits(initial_lexer_fuel=300_000, max_grammar_size=20_000, verbose_errors=False)
+"""How long a grammar may hold up the engine: the fuel bounds a regular expression with huge counts,
+the size, in symbols, a schema of thousands of properties (their number squared is what it takes).
+"""
 NOTHING_FOLLOWS = "NoExtensionBias"
 """llguidance's word where no token can go on."""
 
