@@ -17,8 +17,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
+from hypercorn.asyncio import run as hypercorn_run
 from hypercorn.asyncio import serve
+from hypercorn.asyncio.tcp_server import TCPServer
 from hypercorn.config import Config
+from hypercorn.events import Closed, Event, Updated
 from starlette.applications import Starlette
 
 from .settings import Settings
@@ -69,6 +72,24 @@ def _refusal(host: str, port: int, error: OSError) -> ListenError:
     if error.errno == errno.EACCES:
         return ListenError(f"port {port} on {host} needs more rights: choose a --port above 1023")
     return ListenError(f"{host} port {port} cannot be listened on: {error.strerror}")
+
+
+class _Connection(TCPServer):
+    """Hypercorn's, but for this: one that its client closed ends once it is idle. It would keep its
+    file until keep_alive_s is over, and clients that connect anew for each request would leave the
+    process without files.
+    """
+
+    async def protocol_send(self, event: Event) -> None:
+        over = isinstance(event, Updated) and self.reader.at_eof()
+        await super().protocol_send(Closed() if over else event)
+
+    async def _read_data(self) -> None:
+        await super()._read_data()
+        await self.idle_task.stop()
+
+
+hypercorn_run.TCPServer = _Connection  # type: ignore[attr-defined]
 
 
 async def serve_app(
