@@ -21,7 +21,7 @@ from hypercorn.asyncio import run as hypercorn_run
 from hypercorn.asyncio import serve
 from hypercorn.asyncio.tcp_server import TCPServer
 from hypercorn.config import Config
-from hypercorn.events import Closed, Event, Updated
+from hypercorn.events import Event, Updated
 from starlette.applications import Starlette
 
 from .settings import Settings
@@ -81,8 +81,10 @@ class _Connection(TCPServer):
     """
 
     async def protocol_send(self, event: Event) -> None:
-        over = isinstance(event, Updated) and self.reader.at_eof()
-        await super().protocol_send(Closed() if over else event)
+        if isinstance(event, Updated) and self.reader.at_eof():
+            await self.idle_task.stop()
+        else:
+            await super().protocol_send(event)
 
     async def _read_data(self) -> None:
         await super()._read_data()

@@ -1,7 +1,8 @@
-"""Hostile clients: what they send slowly, never read, half close, or make of HTTP itself.
+"""Hostile clients: what they send slowly, never read, half close, or send too much of.
 
-Each is held to a bound of bytes, counts or statuses, on real sockets. What is hostile inside of a
-body is in test_hostile_bodies.py; clients that go away are in test_http.py and test_disconnects.py.
+Each is held to a bound of bytes, counts or statuses, on real sockets. What is no HTTP is in
+test_hostile_http.py, what is hostile inside of a body in test_hostile_bodies.py; clients that go
+away are in test_http.py and test_disconnects.py.
 """
 
 from __future__ import annotations
@@ -361,72 +362,3 @@ def test_headers_are_bounded_however_they_come(
         assert status == b"HTTP/1.1 431"
     assert is_well(server)
     assert engine.requests == {}
-
-
-# What is no HTTP
-
-NO_HTTP = [
-    b"\r\n\r\n\r\n",
-    b"GARBAGE\r\n\r\n",
-    b"GET /health\r\n\r\n",
-    b"G@T /health HTTP/1.1\r\nHost: x\r\n\r\n",
-    b"GET /health HTTP/1.1\r\n\r\n",
-    b"GET /health HTTP/1.1\r\nHost: x\r\nHost: y\r\n\r\n",
-    b"GET /health HTTP/1.1\r\nHost: x\r\nno colon\r\n\r\n",
-    b"GET /health HTTP/1.1\r\nHost: x\r\na: \x00\r\n\r\n",
-    b"GET /\x00 HTTP/1.1\r\nHost: x\r\n\r\n",
-    b"GET /\xff HTTP/1.1\r\nHost: x\r\n\r\n",
-    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x00" * 200,
-    b"\xff" * 1000 + b"\r\n\r\n",
-    *(
-        b"POST /tokenize HTTP/1.1\r\nHost: x\r\n" + framing
-        for framing in (
-            b"Content-Length: -1\r\n\r\n",
-            b"Content-Length: 1, 2\r\n\r\n",
-            b"Content-Length: 1\r\nContent-Length: 2\r\n\r\nab",
-            b"Content-Length: " + b"9" * 30 + b"\r\n\r\n",
-            b"Transfer-Encoding: gzip\r\n\r\n",
-            b"Transfer-Encoding: chunked\r\n\r\nZZ\r\n",
-            b"Transfer-Encoding: chunked\r\n\r\n-5\r\n",
-            b"Transfer-Encoding: chunked\r\n\r\n" + b"f" * 30 + b"\r\n",
-            b"Transfer-Encoding: chunked\r\n\r\n1\r\naXX",
-        )
-    ),
-]
-
-
-def test_what_is_no_http_is_refused_and_its_connection_closed(
-    serve: Serve, engine: FakeEngine, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """No 5xx but "not implemented" for a coding that nobody has, and no traceback."""
-    server = serve()
-    for sent in NO_HTTP:
-        with connection(server) as client:
-            client.sendall(sent)
-            status = read_to_end(client)[:12]
-        wanted = b"HTTP/1.1 501" if b"gzip" in sent else b"HTTP/1.1 400"
-        assert status == wanted, sent[:80]
-    assert is_well(server)
-    server.stop()
-    assert engine.requests == {}
-    out, err = capfd.readouterr()
-    assert "Traceback" not in out + err
-
-
-def test_paths_that_mean_nothing_are_not_found_and_lead_nowhere(serve: Serve) -> None:
-    server = serve()
-    paths = (b"*", b"health", b"//health", b"/../health", b"/page.js/../../pyproject.toml")
-    paths += (b"/%2e%2e/health", b"/%ff%00%ed%a0%80", b"/v1/models/%00", b"http://[::1/health")
-    for path in paths:
-        with connection(server) as client:
-            client.sendall(b"GET " + path + b" HTTP/1.1\r\nHost: x\r\n\r\n")
-            assert client.recv(12) == b"HTTP/1.1 404", path
-
-
-def test_http2_that_breaks_its_rules_costs_its_own_connection(serve: Serve) -> None:
-    server = serve(keep_alive_s=0.5)
-    for rest in (b"SM\r\n\r\n" + b"\xff" * 100, b"XX\r\n\r\n"):
-        with connection(server) as client:
-            client.sendall(b"PRI * HTTP/2.0\r\n\r\n" + rest)
-            assert b"HTTP/1.1" not in read_to_end(client)
-    assert is_well(server)
