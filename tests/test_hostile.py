@@ -140,6 +140,9 @@ class Counting:
         self.sent: list[int] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
         number = len(self.sent)
         self.sent.append(0)
 
@@ -170,7 +173,7 @@ def test_a_stream_that_nobody_reads_is_written_to_a_bound_while_another_is_read_
             requests[1].end()
             assert read_until(quick, b"[DONE]") > 25 * MIB
         assert is_well(server)
-        assert counting.sent[0] < 10 * MIB
+        assert 0 < counting.sent[0] < 10 * MIB
         assert engine.cancels_so_far() == []
 
 
