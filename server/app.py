@@ -10,7 +10,7 @@ from __future__ import annotations
 import structlog
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -23,6 +23,7 @@ from .layers import layered
 from .logs import note
 from .metrics import Counted, Metrics
 from .openapi import openapi
+from .replies import Unheard
 from .route_adapters import load_lora_adapter, unload_lora_adapter
 from .route_chat import chat_completions
 from .route_completions import completions
@@ -77,6 +78,7 @@ def create_app(
         routes=ROUTES,
         exception_handlers={
             ApiError: _refused,
+            ClientDisconnect: _unheard,
             HTTPException: _no_route,
             Exception: _internal_error,
         },
@@ -99,6 +101,11 @@ async def _refused(request: Request, error: Exception) -> Response:
     if error.status == 429:
         headers["Retry-After"] = str(desk_of(request).pace.retry_after_s())
     return refusal(error, request.scope, headers)
+
+
+async def _unheard(request: Request, error: Exception) -> Response:
+    """Wherever a client goes before it was answered."""
+    return Unheard()
 
 
 async def _no_route(request: Request, error: Exception) -> Response:

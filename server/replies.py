@@ -73,7 +73,10 @@ class Exchange:
         self._id = external_id
 
     async def respond(self, receive: Receive, *, stream: bool) -> Response:
-        """Wait for the answers, or for their beginning if they are streamed. Raises ApiError."""
+        """Wait for the answers, or for their beginning if they are streamed.
+
+        Raises ApiError, ClientDisconnect.
+        """
         streaming = False
         try:
             if stream:
@@ -84,8 +87,6 @@ class Exchange:
             whole = await while_connected(receive, gather(self._answers))
             body = msgspec.json.encode(self._shape.whole(whole))
             return Response(body, media_type="application/json")
-        except ClientDisconnect:
-            return Unheard()
         finally:
             if not streaming:
                 self.end()

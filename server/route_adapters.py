@@ -10,14 +10,13 @@ import asyncio
 
 import msgspec
 from msgspec import Struct
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from kernel.errors import AdapterError
 
 from .adapters import MODEL_NOT_FOUND, check_name
 from .desk import Desk, unavailable
-from .replies import Unheard
 from .routing import desk_of, read_body
 from .submission import EngineStopped, RequestRefused
 from .wire import ApiError
@@ -44,10 +43,7 @@ _unload = msgspec.json.Decoder(UnloadRequest)
 async def load_lora_adapter(request: Request) -> Response:
     """POST /v1/load_lora_adapter."""
     desk = _allowed(request)
-    try:
-        asked = decode(_load, await read_body(request, desk.max_body_bytes))
-    except ClientDisconnect:
-        return Unheard()
+    asked = decode(_load, await read_body(request, desk.max_body_bytes))
     try:
         check_name(asked.lora_name, desk.model.id)
     except ValueError as error:
@@ -64,10 +60,7 @@ async def load_lora_adapter(request: Request) -> Response:
 async def unload_lora_adapter(request: Request) -> Response:
     """POST /v1/unload_lora_adapter."""
     desk = _allowed(request)
-    try:
-        asked = decode(_unload, await read_body(request, desk.max_body_bytes))
-    except ClientDisconnect:
-        return Unheard()
+    asked = decode(_unload, await read_body(request, desk.max_body_bytes))
     try:
         await asyncio.to_thread(desk.engine.unload_adapter, asked.lora_name)
     except RequestRefused as error:

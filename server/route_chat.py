@@ -10,14 +10,14 @@ import time
 from collections.abc import Iterable
 
 from msgspec import UNSET, UnsetType
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from .chat import ask_of_chat
 from .desk import Desk
 from .logprobs import chat_logprob
 from .parts import Part, Reasoning, Text, ToolCallArguments, ToolCallBegun, join
-from .replies import DONE, Exchange, Shape, Unheard, event
+from .replies import DONE, Exchange, Shape, event
 from .routing import desk_of, read_body, response_id
 from .stream import Answer, News, Told, usage_of
 from .submission import STOP
@@ -39,10 +39,7 @@ from .wire_tools import CallDelta, FunctionDelta, message_call
 async def chat_completions(request: Request) -> Response:
     """The handler."""
     desk = desk_of(request)
-    try:
-        body = await read_body(request, desk.max_body_bytes)
-    except ClientDisconnect:
-        return Unheard()
+    body = await read_body(request, desk.max_body_bytes)
     chat = read_chat_request(body)
     desk.check_model(chat.model)
     external_id = response_id(request, "chatcmpl-")

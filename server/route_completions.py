@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable
 
 from msgspec import UNSET, UnsetType
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from kernel.batch import Logprob
@@ -19,7 +19,7 @@ from .completions import ask_of_completion
 from .desk import Desk
 from .logprobs import completion_logprobs, echoed
 from .parts import join
-from .replies import DONE, Exchange, Shape, Unheard, event
+from .replies import DONE, Exchange, Shape, event
 from .routing import desk_of, read_body, response_id
 from .stream import Answer, News, Told, usage_of
 from .wire import Usage
@@ -35,10 +35,7 @@ from .wire_completions import (
 async def completions(request: Request) -> Response:
     """The handler."""
     desk = desk_of(request)
-    try:
-        body = await read_body(request, desk.max_body_bytes)
-    except ClientDisconnect:
-        return Unheard()
+    body = await read_body(request, desk.max_body_bytes)
     asked = read_completion_request(body)
     desk.check_model(asked.model)
     external_id = response_id(request, "cmpl-")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 
 import numpy as np
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from kernel.tokenizer import Tokenizer
@@ -14,7 +14,7 @@ from statemachine.records import Parameters
 
 from .asking import Ask
 from .prompts import prompts_of
-from .replies import Exchange, Shape, Unheard
+from .replies import Exchange, Shape
 from .routing import desk_of, read_body, response_id
 from .stream import News, usage_of
 from .wire import ApiError
@@ -30,10 +30,7 @@ from .wire_embeddings import (
 async def embeddings(request: Request) -> Response:
     """The handler."""
     desk = desk_of(request)
-    try:
-        body = await read_body(request, desk.max_body_bytes)
-    except ClientDisconnect:
-        return Unheard()
+    body = await read_body(request, desk.max_body_bytes)
     asked = read_embedding_request(body)
     desk.check_model(asked.model)
     external_id = response_id(request, "embd-")

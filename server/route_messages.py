@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import msgspec
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Scope
 
@@ -19,7 +19,7 @@ from .desk import Desk
 from .error_shape import error_event
 from .messages import ask_of_messages, prompt_of
 from .parts import Part, Reasoning, Text, ToolCallArguments, ToolCallBegun
-from .replies import Exchange, Shape, Unheard
+from .replies import Exchange, Shape
 from .routing import desk_of, json_response, read_body, response_id
 from .stream import Answer, News
 from .submission import LENGTH
@@ -42,10 +42,7 @@ BROKEN_INPUT = "INVALID_JSON"
 async def messages(request: Request) -> Response:
     """The handler of POST /v1/messages."""
     desk = desk_of(request)
-    try:
-        body = await read_body(request, desk.max_body_bytes)
-    except ClientDisconnect:
-        return Unheard()
+    body = await read_body(request, desk.max_body_bytes)
     asked = read_messages_request(body)
     desk.check_model(asked.model)
     external_id = response_id(request, "msg_")
@@ -62,10 +59,7 @@ async def messages(request: Request) -> Response:
 async def count_tokens(request: Request) -> Response:
     """The handler of POST /v1/messages/count_tokens."""
     desk = desk_of(request)
-    try:
-        body = await read_body(request, desk.max_body_bytes)
-    except ClientDisconnect:
-        return Unheard()
+    body = await read_body(request, desk.max_body_bytes)
     asked = read_count_request(body)
     desk.check_model(asked.model)
     prompt = await desk.aside(len(body), prompt_of, asked, desk.tokenizer)

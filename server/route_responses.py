@@ -12,14 +12,14 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from kernel.tokenizer import Tokenizer
 
 from .desk import Desk
 from .parts import Part, Reasoning, Text, ToolCallArguments, ToolCallBegun, join
-from .replies import Exchange, Shape, Unheard
+from .replies import Exchange, Shape
 from .responses import ask_of_responses
 from .routing import desk_of, read_body, response_id
 from .stream import Answer, News
@@ -49,10 +49,7 @@ Event = tuple[str, dict[str, Any]]
 async def responses(request: Request) -> Response:
     """The handler."""
     desk = desk_of(request)
-    try:
-        body = await read_body(request, desk.max_body_bytes)
-    except ClientDisconnect:
-        return Unheard()
+    body = await read_body(request, desk.max_body_bytes)
     asked = read_responses_request(body)
     desk.check_model(asked.model)
     external_id = response_id(request, "resp_")

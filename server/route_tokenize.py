@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from kernel.tokenizer import Tokenizer
@@ -12,7 +12,6 @@ from kernel.tokenizer import Tokenizer
 from .chat import prompt_tokens
 from .logprobs import token_text
 from .prompts import check_tokens
-from .replies import Unheard
 from .routing import desk_of, json_response, read_body
 from .wire import ApiError
 from .wire import read_body as decode
@@ -72,10 +71,7 @@ _detokenize = msgspec.json.Decoder(DetokenizeRequest)
 async def tokenize(request: Request) -> Response:
     """POST /tokenize."""
     desk = desk_of(request)
-    try:
-        body = await read_body(request, desk.max_body_bytes)
-    except ClientDisconnect:
-        return Unheard()
+    body = await read_body(request, desk.max_body_bytes)
     asked = decode(_tokenize, body)
     desk.check_model(asked.model)
     tokens = await desk.aside(len(body), _tokens_of, asked, desk.tokenizer)
@@ -98,10 +94,7 @@ def _tokens_of(asked: TokenizeRequest, tokenizer: Tokenizer) -> list[int]:
 async def detokenize(request: Request) -> Response:
     """POST /detokenize."""
     desk = desk_of(request)
-    try:
-        body = await read_body(request, desk.max_body_bytes)
-    except ClientDisconnect:
-        return Unheard()
+    body = await read_body(request, desk.max_body_bytes)
     asked = decode(_detokenize, body)
     desk.check_model(asked.model)
     check_tokens(asked.tokens, desk.tokenizer, "tokens")
