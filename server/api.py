@@ -29,18 +29,18 @@ from kernel.batch import Logprob
 from kernel.tokenizer import Tokenizer
 from statemachine.records import Parameters
 
-from .asking import Ask
-from .chat import ask_of_chat
-from .completions import ask_of_completion
-from .desk import Desk
-from .parts import Text, ToolCall, join
+from .dialects.parts import Text, ToolCall, join
+from .http.asking import Ask
+from .http.chat import ask_of_chat
+from .http.completions import ask_of_completion
+from .http.desk import Desk
+from .http.stream import Answer as Streamed
+from .http.stream import Feed, News, gather, news_of
+from .http.wire import ApiError
+from .http.wire_chat import ChatRequest, read_chat_request
+from .http.wire_completions import CompletionRequest, read_completion_request
 from .settings import Settings, load_settings
-from .stream import Answer as Streamed
-from .stream import Feed, News, gather, news_of
 from .submission import EngineApi
-from .wire import ApiError
-from .wire_chat import ChatRequest, read_chat_request
-from .wire_completions import CompletionRequest, read_completion_request
 
 Made = TypeVar("Made")
 Messages = str | Sequence[dict[str, Any]]

@@ -22,17 +22,17 @@ from kernel.tokenizer import Tokenizer
 
 from . import families_command, terminal
 from .api import Engine, RunningEngine
-from .app import create_app
-from .auth import keys_of
 from .capture import CaptureError
-from .listen import ListenError, bind, check_tls, listen, run
+from .http.app import create_app
+from .http.auth import keys_of
+from .http.listen import ListenError, bind, check_tls, listen, run
+from .http.wire import ApiError
+from .http.wire_chat import ChatRequest, Message, check_chat
 from .logs import configure_logs
 from .print_config import config_text
 from .settings import Settings, SettingsError, load_with_sources
 from .submission import EngineStopped, RequestRefused
 from .terminal import CommandFailed
-from .wire import ApiError
-from .wire_chat import ChatRequest, Message, check_chat
 
 EXPECTED = (KernelError, CaptureError, ListenError, CommandFailed, EngineStopped, RequestRefused)
 SERVING_ONLY = (

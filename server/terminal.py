@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Struct
 
 from .api import Engine, Score
-from .wire import ApiError
+from .http.wire import ApiError
 
 LEAVE = ("/exit", "/quit")
 AGAIN = "/reset"

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from itertools import repeat
 
-from server.app import create_app
-from server.listen import bind, listen, run
+from server.http.app import create_app
+from server.http.listen import bind, listen, run
 from server.logs import configure_logs
 from server.settings import Settings
 

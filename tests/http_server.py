@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from starlette.applications import Starlette
 
-from server.listen import bind, listen, serve_app
+from server.http.listen import bind, listen, serve_app
 from server.settings import Settings
 
 WAIT_S = 20.0

@@ -15,9 +15,9 @@ from attrs import field, frozen
 
 from replay.cli import main as replay_command
 from replay.reader import Tape
-from server.app import create_app
 from server.build import build_engine
 from server.engine import Engine
+from server.http.app import create_app
 from server.settings import Settings
 from statemachine.events import Appended, AppendedEach, Closed
 from statemachine.records import RequestArrived, StepDone, StepPlanned

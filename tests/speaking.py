@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from server.app import create_app
+from server.http.app import create_app
 from server.settings import Settings
 
 from .fake_engine import END, FakeEngine, byte_tokenizer

@@ -71,4 +71,4 @@ BY_FORMAT = {
     "kimi": KIMI,
     "token and array": TOKEN_AND_ARRAY,
 }
-"""One for each format that server.tool_formats knows."""
+"""One for each format that server.dialects.tool_formats knows."""

@@ -21,11 +21,11 @@ from replay.cli import main as replay_command  # noqa: E402
 from replay.reader import Tape  # noqa: E402
 from server.adapters import Key, Shelf  # noqa: E402
 from server.api import Engine  # noqa: E402
-from server.app import create_app  # noqa: E402
+from server.http.app import create_app  # noqa: E402
+from server.http.wire import ApiError  # noqa: E402
 from server.settings import Settings, SettingsError, load_settings  # noqa: E402
 from server.submission import RequestRefused, Submission  # noqa: E402
 from server.values import Texts  # noqa: E402
-from server.wire import ApiError  # noqa: E402
 from statemachine.events import Namespace  # noqa: E402
 from statemachine.records import AdapterUsed, Header, Parameters, RequestArrived  # noqa: E402
 

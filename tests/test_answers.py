@@ -9,9 +9,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kernel.batch import Logprob
-from server.asking import Ask
-from server.parts import join
-from server.stream import Answer, News
+from server.dialects.parts import join
+from server.http.asking import Ask
+from server.http.stream import Answer, News
 from server.submission import LENGTH, STOP, Submission, Update
 from statemachine.records import Parameters
 

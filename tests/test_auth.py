@@ -13,8 +13,8 @@ import httpx
 import pytest
 import structlog
 
-from server.app import ROUTES, create_app
-from server.auth import Keys
+from server.http.app import ROUTES, create_app
+from server.http.auth import Keys
 from server.logs import configure_logs
 from server.settings import Settings, SettingsError
 

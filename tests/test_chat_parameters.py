@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from server.asking import copy_seed
+from server.http.asking import copy_seed
 from statemachine.records import NO_LOGPROBS, NO_PARENT
 
 from .fake_engine import FakeEngine, byte_tokenizer, scripted

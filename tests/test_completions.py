@@ -9,8 +9,8 @@ from typing import Any
 import openai
 import pytest
 
-from server.app import create_app
-from server.asking import copy_seed
+from server.http.app import create_app
+from server.http.asking import copy_seed
 from server.settings import Settings
 from server.submission import Submission
 from statemachine.records import NO_LOGPROBS, NO_PARENT, NO_SCORES

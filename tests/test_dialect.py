@@ -11,11 +11,11 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from kernel.grammar import check_grammar
 from kernel.tokenizer import Tokenizer
-from server.dialect import Dialect, dialect_of
-from server.parts import Part, Whole, join
-from server.tool_formats import BARE_JSON, FORMATS
-from server.tools import AUTO, Tool, ToolChoice
-from server.wire import ApiError
+from server.dialects.dialect import Dialect, dialect_of
+from server.dialects.parts import Part, Whole, join
+from server.dialects.tool_formats import BARE_JSON, FORMATS
+from server.dialects.tools import AUTO, Tool, ToolChoice
+from server.http.wire import ApiError
 
 from . import templates
 from .fake_engine import byte_tokenizer

@@ -18,8 +18,8 @@ import pytest
 from attrs import define, field
 from msgspec import structs
 
-from server.app import create_app
 from server.engine import Engine
+from server.http.app import create_app
 from server.settings import Settings
 from server.submission import Sink, Submission
 from statemachine.events import Closed, Opened

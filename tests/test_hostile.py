@@ -23,7 +23,7 @@ import pytest
 from starlette.applications import Starlette
 from starlette.types import Message, Receive, Scope, Send
 
-from server.app import create_app
+from server.http.app import create_app
 from server.settings import Settings
 from server.values import Size
 

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from server.app import create_app
+from server.http.app import create_app
 from server.settings import Settings
 
 from .fake_engine import END, WAIT_S, FakeEngine, byte_tokenizer

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
-from server.app import create_app
+from server.http.app import create_app
 from server.settings import Settings
 
 from .fake_engine import WAIT_S, FakeEngine, byte_tokenizer

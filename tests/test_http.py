@@ -20,8 +20,8 @@ import pytest
 import structlog
 from starlette.responses import Response
 
-from server import guard
-from server.app import create_app
+from server.http import guard
+from server.http.app import create_app
 from server.logs import configure_logs
 from server.settings import Settings
 from server.submission import ERROR, LENGTH, RequestRefused

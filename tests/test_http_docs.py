@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from server.app import ROUTES
-from server.wire_chat import ChatRequest
-from server.wire_completions import CompletionRequest
+from server.http.app import ROUTES
+from server.http.wire_chat import ChatRequest
+from server.http.wire_completions import CompletionRequest
 
 DOCUMENT = (Path(__file__).parent.parent / "docs" / "http.md").read_text()
 

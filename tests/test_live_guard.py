@@ -16,8 +16,8 @@ from msgspec import structs
 from kernel.batch import Batch, StepResult
 from kernel.fake import FakeClock, FakeKernel
 from replay.run import FOLD, PLAN, Options
-from server.app import create_app
 from server.engine import Engine
+from server.http.app import create_app
 from server.live_guard import MODES, LiveGuard, Wrong
 from server.loop import Parts
 from server.policy import Policy

@@ -12,7 +12,7 @@ import httpx
 import pytest
 import structlog
 
-from server.app import create_app
+from server.http.app import create_app
 from server.logs import configure_logs, note
 from server.settings import Settings
 from server.submission import ERROR

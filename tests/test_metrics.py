@@ -18,13 +18,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kernel.batch import Batch
 from kernel.fake import Failure, FakeKernel
-from server.app import ROUTES, create_app
 from server.capture import CaptureWriter
 from server.closing import Outcome
 from server.counters import Counters, Histogram
 from server.engine import Engine
+from server.http.app import ROUTES, create_app
+from server.http.metrics import Metrics
 from server.loop import Parts
-from server.metrics import Metrics
 from server.settings import Settings
 from server.submission import Submission
 from server.view import StepPlan, initial, receive

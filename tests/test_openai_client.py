@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from server.app import create_app
+from server.http.app import create_app
 from server.settings import Settings
 
 from .fake_engine import WAIT_S, FakeEngine, byte_tokenizer, scripted

@@ -14,14 +14,14 @@ import pytest
 from openapi_spec_validator import OpenAPIV31SpecValidator
 from starlette.routing import Route
 
-from server.app import ROUTES, create_app
-from server.auth import OPEN_PATHS
-from server.error_shape import AnthropicRefusal, Refusal, error_body
-from server.openapi import OPERATIONS, document, operation_id
+from server.http.app import ROUTES, create_app
+from server.http.auth import OPEN_PATHS
+from server.http.error_shape import AnthropicRefusal, Refusal, error_body
+from server.http.openapi import OPERATIONS, document, operation_id
+from server.http.wire import ApiError
 from server.settings import Settings
 from server.submission import RequestRefused
 from server.values import Texts
-from server.wire import ApiError
 
 from .fake_engine import WAIT_S, FakeEngine, scripted
 from .http_server import LiveServer, live_server

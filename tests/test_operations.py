@@ -17,10 +17,10 @@ import structlog
 from msgspec import structs
 
 from kernel.fake import FakeKernel
-from server.app import create_app
 from server.engine import Engine
+from server.http.app import create_app
+from server.http.pace import Pace
 from server.loop import Parts
-from server.pace import Pace
 from server.policy import Policy
 from server.settings import Settings
 from server.submission import RequestRefused

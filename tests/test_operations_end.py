@@ -18,9 +18,9 @@ import pytest
 
 from replay.cli import main as replay_command
 from replay.reader import Tape
-from server import route_completions
-from server.app import create_app
-from server.listen import bind, listen, run
+from server.http import route_completions
+from server.http.app import create_app
+from server.http.listen import bind, listen, run
 from server.settings import Settings
 from statemachine.records import TapeEnded
 

@@ -18,8 +18,8 @@ import structlog
 import trustme
 from cryptography.hazmat.primitives import serialization
 
-from server.app import create_app
-from server.listen import ListenError, check_tls
+from server.http.app import create_app
+from server.http.listen import ListenError, check_tls
 from server.logs import configure_logs
 from server.settings import Settings
 

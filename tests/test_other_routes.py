@@ -12,7 +12,7 @@ import numpy as np
 import openai
 import pytest
 
-from server.app import create_app
+from server.http.app import create_app
 from server.settings import Settings
 
 from .fake_engine import END, WAIT_S, FakeEngine, byte_tokenizer

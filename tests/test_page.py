@@ -18,12 +18,11 @@ from msgspec import structs
 
 from kernel.batch import Batch
 from kernel.fake import FakeKernel
-from server import events as events_module
-from server.app import create_app
 from server.engine import Engine
-from server.events import WATCHERS_MAX, Feed
-from server.loop import Parts
-from server.pool_snapshot import (
+from server.http import events as events_module
+from server.http.app import create_app
+from server.http.events import WATCHERS_MAX, Feed
+from server.http.pool_snapshot import (
     CACHED,
     CELLS_MAX,
     FREE,
@@ -37,10 +36,11 @@ from server.pool_snapshot import (
     shared_runs,
     snapshot,
 )
-from server.route_page import POLICY as PAGE_POLICY
+from server.http.route_page import POLICY as PAGE_POLICY
+from server.http.wire import ApiError
+from server.loop import Parts
 from server.settings import Settings
 from server.submission import Submission
-from server.wire import ApiError
 from statemachine.geometry import Geometry, Group
 from statemachine.records import Parameters
 

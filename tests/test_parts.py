@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from server.parts import (
+from server.dialects.parts import (
     Part,
     PlainSplitter,
     Reasoning,

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.parts import PlainSplitter, Text, Whole, join
-from server.reasoning import ReasoningMarkers, ReasoningSplitter, reasoning_markers
+from server.dialects.parts import PlainSplitter, Text, Whole, join
+from server.dialects.reasoning import ReasoningMarkers, ReasoningSplitter, reasoning_markers
 
 from .fake_engine import byte_tokenizer
 

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.harmony import HarmonySplitter
-from server.parts import Part, Splitter, ToolCallArguments, ToolCallBegun, Whole, join
-from server.tool_bodies import Calls
-from server.tool_formats import BARE_JSON, FORMATS, HARMONY, Format
-from server.tools import OneCall, ToolSplitter
+from server.dialects.harmony import HarmonySplitter
+from server.dialects.parts import Part, Splitter, ToolCallArguments, ToolCallBegun, Whole, join
+from server.dialects.tool_bodies import Calls
+from server.dialects.tool_formats import BARE_JSON, FORMATS, HARMONY, Format
+from server.dialects.tools import OneCall, ToolSplitter
 
 SCHEMAS = {
     "add": {

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from server.wire import ApiError
-from server.wire_chat import ChatRequest, read_chat_request
+from server.http.wire import ApiError
+from server.http.wire_chat import ChatRequest, read_chat_request
 
 
 def read(**fields: Any) -> ChatRequest:

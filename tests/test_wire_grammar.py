@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from server.wire import ApiError
-from server.wire_chat import ChatRequest, read_chat_request
-from server.wire_grammar import grammar_of
+from server.http.wire import ApiError
+from server.http.wire_chat import ChatRequest, read_chat_request
+from server.http.wire_grammar import grammar_of
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "string"}}}
 

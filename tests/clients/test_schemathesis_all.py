@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from server.app import create_app
+from server.http.app import create_app
 from server.settings import Settings
 from server.values import Texts
 from tests.fake_engine import FakeEngine, byte_tokenizer

@@ -21,8 +21,8 @@ from attrs import frozen
 from kernel.batch import Batch
 from kernel.fake import FakeKernel
 from kernel.tokenizer import Detokenizer
-from server.app import create_app
 from server.engine import Engine
+from server.http.app import create_app
 from server.loop import Parts
 from server.policy import Policy
 from server.settings import Settings

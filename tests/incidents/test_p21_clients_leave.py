@@ -12,7 +12,7 @@ import pytest
 from msgspec import structs
 from starlette.requests import ClientDisconnect
 
-from server.stream import while_connected
+from server.http.stream import while_connected
 from statemachine.events import Closed
 from statemachine.geometry import Geometry, Group
 from statemachine.records import RequestCancelled, StepDone, StepPlanned

@@ -16,10 +16,10 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
+from ..http.wire import ApiError
 from .markers import Finder
 from .parts import Part, Splitter, Text, ToolCallBegun
 from .tool_bodies import Body, Calls, NotACall
-from .wire import ApiError
 
 TOOLS_MAX = 128
 SCHEMA_DEPTH_MAX = 100

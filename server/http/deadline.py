@@ -14,8 +14,8 @@ from contextlib import suppress
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ..logs import note
 from .error_shape import error_event, refusal
-from .logs import note
 from .wire import ApiError
 
 LAST_WORDS_S = 1.0

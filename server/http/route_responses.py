@@ -17,13 +17,13 @@ from starlette.responses import Response
 
 from kernel.tokenizer import Tokenizer
 
+from ..dialects.parts import Part, Reasoning, Text, ToolCallArguments, ToolCallBegun, join
+from ..submission import LENGTH
 from .desk import Desk
-from .parts import Part, Reasoning, Text, ToolCallArguments, ToolCallBegun, join
 from .replies import Exchange, Shape
 from .responses import ask_of_responses
 from .routing import desk_of, read_body, response_id
 from .stream import Answer, News
-from .submission import LENGTH
 from .wire import ApiError
 from .wire_responses import (
     CallItem,

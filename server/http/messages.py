@@ -12,8 +12,8 @@ from typing import Any
 
 from kernel.tokenizer import Tokenizer
 
+from ..dialects.dialect import Prompt, dialect_of
 from .asking import Ask
-from .dialect import Prompt, dialect_of
 from .wire_grammar import grammar_of
 from .wire_messages import Block, Counted, Message, MessagesRequest
 from .wire_sampling import check_vocabulary

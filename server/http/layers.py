@@ -12,12 +12,12 @@ from __future__ import annotations
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
+from ..settings import Settings
 from .auth import Auth, keys_of, open_paths
 from .deadline import Deadline
 from .guard import Guard
 from .headers import HeaderLimit
 from .request_id import HEADER, RequestIds
-from .settings import Settings
 
 CORS_MAX_AGE_S = 600
 

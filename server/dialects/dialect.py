@@ -24,6 +24,7 @@ from kernel.errors import TemplateError
 from kernel.grammar import check_grammar, lark_term
 from kernel.tokenizer import Tokenizer
 
+from ..http.wire import ApiError
 from . import hermes
 from .harmony import HarmonySplitter
 from .parts import PlainSplitter, Splitter
@@ -32,7 +33,6 @@ from .tool_bodies import Calls
 from .tool_formats import HARMONY, HERMES, Format, format_of
 from .tool_grammar import json_term
 from .tools import AUTO, OneCall, Tool, ToolChoice, ToolSplitter
-from .wire import ApiError
 
 Turn = Mapping[str, Any]
 """A message as templates take it, in OpenAI's shape; a call's arguments are JSON text."""

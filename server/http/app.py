@@ -16,11 +16,13 @@ from starlette.routing import Route
 
 from kernel.tokenizer import Tokenizer
 
+from ..logs import note
+from ..settings import Settings
+from ..submission import EngineApi
 from .desk import Desk
 from .error_shape import refusal
 from .events import Feed
 from .layers import layered
-from .logs import note
 from .metrics import Counted, Metrics
 from .openapi import openapi
 from .replies import Unheard
@@ -35,8 +37,6 @@ from .route_responses import responses
 from .route_status import get_model, health, list_models, ready, version
 from .route_tokenize import detokenize, tokenize, tokenizer_info
 from .routing import desk_of
-from .settings import Settings
-from .submission import EngineApi
 from .wire import ApiError
 
 log = structlog.get_logger()

@@ -15,8 +15,8 @@ from pathlib import Path
 import structlog
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from ..settings import Settings, SettingsError, is_key
 from .error_shape import refusal
-from .settings import Settings, SettingsError, is_key
 from .wire import ApiError
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/", "/page.css", "/page.js"})

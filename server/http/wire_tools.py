@@ -9,8 +9,8 @@ from typing import Any
 
 from msgspec import UNSET, Struct, UnsetType
 
-from .parts import ToolCall
-from .tools import AUTO, Tool, ToolChoice
+from ..dialects.parts import ToolCall
+from ..dialects.tools import AUTO, Tool, ToolChoice
 from .wire import ApiError
 
 

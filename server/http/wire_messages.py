@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from .tools import AUTO, Tool, ToolChoice, check_tools
+from ..dialects.tools import AUTO, Tool, ToolChoice, check_tools
 from .wire import ApiError, read_body
 from .wire_sampling import Sampling, check_sampling
 from .wire_tools import tool_of

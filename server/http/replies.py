@@ -18,8 +18,8 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from ..logs import note
 from .desk import Desk
-from .logs import note
 from .stream import Answer, Feed, News, gather, news_of, usage_of, while_connected
 from .wire import ApiError
 

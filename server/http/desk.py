@@ -18,13 +18,13 @@ from msgspec import structs
 
 from kernel.tokenizer import Tokenizer
 
+from ..adapters import MODEL_NOT_FOUND, base_name
+from ..settings import Settings
+from ..submission import EngineApi, EngineStopped, RequestRefused, Submission
 from . import wire
-from .adapters import MODEL_NOT_FOUND, base_name
 from .asking import ANSWERS_MAX, Ask, submissions_of
 from .pace import Pace
-from .settings import Settings
 from .stream import Answer
-from .submission import EngineApi, EngineStopped, RequestRefused, Submission
 from .wire import ApiError
 
 BIG_BODY_BYTES = 32 * 1024

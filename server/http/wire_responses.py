@@ -14,7 +14,7 @@ from msgspec import Struct, field
 
 from kernel.grammar import check_grammar
 
-from .tools import Tool, ToolChoice, check_tools
+from ..dialects.tools import Tool, ToolChoice, check_tools
 from .wire import ApiError, check_range, read_body
 from .wire_grammar import grammar_of
 from .wire_sampling import Sampling, check_sampling

@@ -24,7 +24,7 @@ from hypercorn.config import Config
 from hypercorn.events import Event, Updated
 from starlette.applications import Starlette
 
-from .settings import Settings
+from ..settings import Settings
 
 BACKLOG = 1024
 CUT_ROUNDS = 4

@@ -10,8 +10,8 @@ from typing import Any
 
 from kernel.tokenizer import Tokenizer
 
+from ..dialects.dialect import dialect_of
 from .asking import Ask
-from .dialect import dialect_of
 from .wire_responses import Item, Part, ResponsesRequest
 from .wire_sampling import check_vocabulary
 

@@ -15,10 +15,10 @@ from starlette.responses import PlainTextResponse, Response
 
 from kernel.errors import AdapterError
 
-from .adapters import MODEL_NOT_FOUND, check_name
+from ..adapters import MODEL_NOT_FOUND, check_name
+from ..submission import EngineStopped, RequestRefused
 from .desk import Desk, unavailable
 from .routing import desk_of, read_body
-from .submission import EngineStopped, RequestRefused
 from .wire import ApiError
 from .wire import read_body as decode
 

@@ -15,14 +15,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Scope
 
+from ..dialects.parts import Part, Reasoning, Text, ToolCallArguments, ToolCallBegun
+from ..submission import LENGTH
 from .desk import Desk
 from .error_shape import error_event
 from .messages import ask_of_messages, prompt_of
-from .parts import Part, Reasoning, Text, ToolCallArguments, ToolCallBegun
 from .replies import Exchange, Shape
 from .routing import desk_of, json_response, read_body, response_id
 from .stream import Answer, News
-from .submission import LENGTH
 from .wire import ApiError
 from .wire_messages import (
     AnswerBlock,

@@ -13,8 +13,8 @@ from msgspec import structs
 from kernel.tokenizer import Tokenizer
 from statemachine.records import NO_LOGPROBS
 
+from ..dialects.dialect import dialect_of
 from .asking import Ask
-from .dialect import dialect_of
 from .wire_chat import ChatRequest, Message
 from .wire_grammar import grammar_of
 from .wire_sampling import check_vocabulary

@@ -27,10 +27,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from statemachine.state import State
 
-from .counters import Counters, Histogram
+from ..counters import Counters, Histogram
+from ..submission import EngineApi
+from ..view import View
 from .request_id import DISCONNECTED
-from .submission import EngineApi
-from .view import View
 
 PREFIX = "mlxtape_"
 MODEL = "model_name"

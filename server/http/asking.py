@@ -22,8 +22,8 @@ from msgspec import Struct, structs
 from statemachine.events import Namespace
 from statemachine.records import NO_SCORES, Parameters
 
-from .parts import PlainSplitter, Splitter
-from .submission import Submission
+from ..dialects.parts import PlainSplitter, Splitter
+from ..submission import Submission
 from .wire import ApiError
 
 NO_LIMIT = 2**31 - 1

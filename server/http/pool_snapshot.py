@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from statemachine.sequence import Sequence
 from statemachine.state import NO_ENTRY, GroupState, State
 
-from .counters import Counters
-from .view import View
+from ..counters import Counters
+from ..view import View
 
 CELLS_MAX = 4096
 RUNS_MAX = 1024

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from .tools import check_tools
+from ..dialects.tools import check_tools
 from .wire import ApiError, Usage, check_range, read_body
 from .wire_sampling import Sampling, check_sampling
 from .wire_tools import CallDelta, MessageCall, ToolDefinition, choice_of, tools_of

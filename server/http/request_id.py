@@ -16,7 +16,7 @@ import structlog
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .logs import noted
+from ..logs import noted
 
 HEADER = "x-request-id"
 QUIET = ("/health", "/ready", "/metrics")

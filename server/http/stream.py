@@ -24,10 +24,10 @@ from kernel.batch import Logprob
 from kernel.tokenizer import Detokenizer, Tokenizer
 from statemachine.records import NO_SCORES
 
+from ..dialects.parts import Part
+from ..submission import CANCELLED, ERROR, LENGTH, STOP, EngineApi, Submission, Update
+from ..text import TextStream
 from .asking import Ask
-from .parts import Part
-from .submission import CANCELLED, ERROR, LENGTH, STOP, EngineApi, Submission, Update
-from .text import TextStream
 from .wire import ApiError, PromptDetails, Usage
 
 Receive = Callable[[], Awaitable[Any]]

@@ -15,10 +15,10 @@ from starlette.responses import Response
 
 from kernel.batch import Logprob
 
+from ..dialects.parts import join
 from .completions import ask_of_completion
 from .desk import Desk
 from .logprobs import completion_logprobs, echoed
-from .parts import join
 from .replies import DONE, Exchange, Shape, event
 from .routing import desk_of, read_body, response_id
 from .stream import Answer, News, Told, usage_of

@@ -11,9 +11,9 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 
+from ..submission import EngineApi
+from ..view import View
 from .pool_snapshot import snapshot
-from .submission import EngineApi
-from .view import View
 from .wire import ApiError
 
 EVERY_S = 0.2

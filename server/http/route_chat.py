@@ -13,14 +13,14 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ..dialects.parts import Part, Reasoning, Text, ToolCallArguments, ToolCallBegun, join
+from ..submission import STOP
 from .chat import ask_of_chat
 from .desk import Desk
 from .logprobs import chat_logprob
-from .parts import Part, Reasoning, Text, ToolCallArguments, ToolCallBegun, join
 from .replies import DONE, Exchange, Shape, event
 from .routing import desk_of, read_body, response_id
 from .stream import Answer, News, Told, usage_of
-from .submission import STOP
 from .wire import Usage
 from .wire_chat import (
     AnswerMessage,
