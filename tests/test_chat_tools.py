@@ -31,7 +31,7 @@ def client_of(url: str) -> openai.OpenAI:
 def test_calls_stand_in_the_message_and_end_it() -> None:
     with speaking(f"<think>Hm.</think>{CALL}\n{CALL}") as server, client_of(server.url) as client:
         completion = client.chat.completions.create(**ASK, tools=[ADD])
-        assert server.http.prompts == ["[add]<user>Hi;<assistant>"]
+        assert server.prompts == ["[add]<user>Hi;<assistant>"]
     (choice,) = completion.choices
     message = choice.message.to_dict()
     calls: Any = message.pop("tool_calls")
@@ -102,7 +102,7 @@ def test_a_call_that_the_limit_cuts_ends_with_length() -> None:
 def test_with_the_choice_none_nothing_is_offered_and_nothing_is_a_call() -> None:
     with speaking(CALL) as server, client_of(server.url) as client:
         completion = client.chat.completions.create(**ASK, tools=[ADD], tool_choice="none")
-        assert server.http.prompts == ["<user>Hi;<assistant>"]
+        assert server.prompts == ["<user>Hi;<assistant>"]
     assert completion.choices[0].message.content == CALL
     assert completion.choices[0].message.tool_calls is None
 
@@ -124,7 +124,7 @@ def test_calls_and_their_results_go_back_to_the_template() -> None:
     ]
     with speaking("Two.") as server, client_of(server.url) as client:
         client.chat.completions.create(model=MODEL, messages=turns, tools=[ADD])
-        assert server.http.prompts == [
+        assert server.prompts == [
             "[add]<user>1+1;<assistant><think>Hm.</think><tool_call>"
             '{"name": "add", "arguments": {"x": 1}}</tool_call>;<tool>two;<assistant>'
         ]
@@ -135,7 +135,7 @@ def test_template_variables_reach_the_template() -> None:
     body = {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}}
     with speaking("", template) as server:
         httpx.post(server.url + "/v1/chat/completions", json={**ASK, **body})
-        assert server.http.prompts == ["<no>low"]
+        assert server.prompts == ["<no>low"]
 
 
 DEEP = json.loads('{"a":' * 101 + "{}" + "}" * 101)

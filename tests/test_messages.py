@@ -43,7 +43,7 @@ def test_a_message_has_the_text_the_end_and_the_usage() -> None:
         message = client.messages.create(
             **ASK, system="Be kind.", extra_headers={"x-request-id": "r1"}
         )
-        assert server.http.prompts == ["<system>Be kind.;<user>Hi;<assistant>"]
+        assert server.prompts == ["<system>Be kind.;<user>Hi;<assistant>"]
     assert message.model_dump(exclude_unset=True) == {
         "id": "msg_r1",
         "type": "message",
@@ -73,7 +73,7 @@ def test_reasoning_is_a_thinking_block_before_the_text() -> None:
 def test_a_call_is_a_tool_use_block_with_an_object() -> None:
     with speaking(CALL) as server, client_of(server.url) as client:
         message = client.messages.create(**ASK, tools=[ADD])
-        assert server.http.prompts == ["[add]<user>Hi;<assistant>"]
+        assert server.prompts == ["[add]<user>Hi;<assistant>"]
     text, call = message.content
     assert text.type == "text"
     assert text.text == "Let me."
@@ -174,7 +174,7 @@ def test_calls_results_and_thoughts_go_back_to_the_template() -> None:
     with speaking("Two.") as server, client_of(server.url) as client:
         client.messages.create(**{**ASK, "messages": turns}, tools=[ADD])
         counted = client.messages.count_tokens(model=MODEL, messages=turns, tools=[ADD])
-        (prompt,) = server.http.prompts
+        (prompt,) = server.prompts
     assert prompt == (
         "[add]<user>1+1;<assistant><think>Hm.</think>Sure.<tool_call>"
         '{"name": "add", "arguments": {"x": 1}}</tool_call>;<tool>two;<user>So?;<assistant>'
@@ -186,7 +186,7 @@ def test_a_last_message_of_the_assistant_begins_the_answer() -> None:
     turns = [*ASK["messages"], {"role": "assistant", "content": "Well, "}]
     with speaking("yes.") as server, client_of(server.url) as client:
         client.messages.create(**{**ASK, "messages": turns})
-        assert server.http.prompts == ["<user>Hi;<assistant>Well, "]
+        assert server.prompts == ["<user>Hi;<assistant>Well, "]
 
 
 @pytest.mark.parametrize(

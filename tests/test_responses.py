@@ -37,7 +37,7 @@ def test_a_response_has_the_text_the_status_and_the_usage() -> None:
             store=True,
             extra_headers={"x-request-id": "r1"},
         )
-        assert server.http.prompts == ["<system>Be kind.;<user>Hi;<assistant>"]
+        assert server.prompts == ["<system>Be kind.;<user>Hi;<assistant>"]
     assert response.output_text == "Hello."
     assert (response.id, response.status, response.model) == ("resp_r1", "completed", MODEL)
     assert (response.temperature, response.top_p, response.instructions) == (0.5, 1.0, "Be kind.")
@@ -54,7 +54,7 @@ def test_a_response_has_the_text_the_status_and_the_usage() -> None:
 def test_reasoning_text_and_calls_are_items_in_their_order() -> None:
     with speaking(f"<think>Hm.</think>{CALL}Done.") as server, client_of(server.url) as client:
         response = client.responses.create(model=MODEL, input="Hi", tools=[ADD])
-        assert server.http.prompts == ["[add]<user>Hi;<assistant>"]
+        assert server.prompts == ["[add]<user>Hi;<assistant>"]
     key = response.id.removeprefix("resp_")
     thought, text, call, done = [item.model_dump(exclude_unset=True) for item in response.output]
     assert thought == {
@@ -188,7 +188,7 @@ def test_items_go_back_to_the_template() -> None:
     ]
     with speaking("Two.") as server, client_of(server.url) as client:
         client.responses.create(model=MODEL, input=items, tools=[ADD])
-        assert server.http.prompts == [
+        assert server.prompts == [
             "[add]<system>Be kind.;<user>1+1;<assistant><think>Hm.</think>Sure.<tool_call>"
             '{"name": "add", "arguments": {"x": 1}}</tool_call>;<tool>two;<assistant>'
         ]
