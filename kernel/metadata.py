@@ -22,7 +22,7 @@ from attrs import frozen
 from xxhash import xxh3_64_intdigest
 
 from statemachine.events import NO_BLOCK, BlockCopied
-from statemachine.geometry import WINDOW, Geometry, Group
+from statemachine.geometry import Geometry, Group, has_state
 from statemachine.records import Observation
 
 from .batch import Batch, Piece
@@ -48,6 +48,8 @@ class StepMetadata:
     position, rows (pads included) and end position. tokens, positions, until: [T]; a row reads
     keys [live_from, until) and the group's sinks. slots, live_from: [G, T]. tables: per group
     [P, W], NO_BLOCK where there is none; covers: [P], how many blocks reach to the piece's end.
+    state_reads, state_writes: [G, P], slots of recurrent groups: the one whose state a piece goes
+    on from, NO_BLOCK where it begins afresh, and the one that its last row's state is put into.
     pending_rows: [Q] rows that are fed what the step before sampled last for their sequence, and
     that have token 0 here; pending: [Q] their pieces. sample_rows: [S] rows whose logits are
     sampled; sampled: [S] their pieces, each as often as it has samples; sample_positions: [S] the
@@ -68,6 +70,8 @@ class StepMetadata:
     live_from: Ints
     tables: tuple[Ints, ...]
     covers: Longs
+    state_reads: Ints
+    state_writes: Ints
     pending_rows: Longs
     pending: tuple[int, ...]
     sample_rows: Longs
@@ -120,6 +124,8 @@ def build(batch: Batch, geometry: Geometry) -> StepMetadata:
     pieces = batch.pieces
     rows = np.array([piece.rows for piece in pieces], np.int64)
     _check_rows(batch)
+    if has_state(geometry):
+        _check_states(batch)
     start = np.array([piece.start for piece in pieces], np.int64)
     first = np.cumsum(rows) - rows
     positions = piece_positions(start, first, rows)
@@ -127,6 +133,7 @@ def build(batch: Batch, geometry: Geometry) -> StepMetadata:
     piece_of = np.repeat(np.arange(len(pieces)), rows)
     pending = tuple([i for i, piece in enumerate(pieces) if piece.pending])
     sampled = tuple([i for i, piece in enumerate(pieces) for _ in range(piece.samples)])
+    state_reads, state_writes = _state_slots(pieces, tables, start, start + rows, geometry)
     return StepMetadata(
         step=batch.step,
         geometry=geometry,
@@ -142,6 +149,8 @@ def build(batch: Batch, geometry: Geometry) -> StepMetadata:
         live_from=_live_from(pieces, piece_of, positions, geometry),
         tables=tables,
         covers=-(-(start + rows) // geometry.block_size),
+        state_reads=state_reads,
+        state_writes=state_writes,
         pending_rows=np.array([first[i] + len(pieces[i].tokens) for i in pending], np.int64),
         pending=pending,
         sample_rows=_sample_rows(pieces, first, sampled),
@@ -163,6 +172,22 @@ def _check_rows(batch: Batch) -> None:
         if piece.targets and piece.target_rows.start < 0:
             what = f"{len(piece.targets)} scores are asked of {rows} rows in step {batch.step}"
             raise BadBatch(f"sequence {seq}: {what}", seq)
+
+
+def _check_states(batch: Batch) -> None:
+    """What goes through a state cannot be taken back out of it."""
+    for piece in batch.pieces:
+        seq = piece.sequence.id
+        if piece.pads:
+            what = f"{piece.pads} pad rows could not be taken back"
+        elif piece.pending:
+            what = "rows ahead of their tokens could not be taken back"
+        elif piece.samples > 1:
+            what = f"{piece.samples - 1} drafted rows could not be taken back"
+        else:
+            continue
+        where = f"out of the state of sequence {seq} in step {batch.step}"
+        raise BadBatch(f"{what} {where}", seq)
 
 
 def pending_sources(metadata: StepMetadata, newest: Mapping[int, int]) -> list[int]:
@@ -246,7 +271,7 @@ def _slots(
     size = geometry.block_size
     slots = np.zeros((len(tables), len(positions)), np.int32)
     for number, (group, table) in enumerate(zip(geometry.groups, tables, strict=True)):
-        if not group.paged:
+        if not group.paged or group.recurrent:
             continue
         blocks = table[piece_of, positions // size]
         slots[number] = blocks * size + positions % size
@@ -258,6 +283,31 @@ def _slots(
             message = f"group {number} has no block for {where} (block {int(blocks[row])})"
             raise BadBatch(message, seq)
     return slots
+
+
+def _state_slots(
+    pieces: tuple[Piece, ...], tables: tuple[Ints, ...], start: Longs, end: Longs, geometry: Geometry
+) -> tuple[Ints, Ints]:
+    """Slots that each piece's state is read from and put into, per group: two [G, P]."""
+    reads = np.full((len(tables), len(pieces)), NO_BLOCK, np.int32)
+    writes = reads.copy()
+    size, places = geometry.block_size, np.arange(len(pieces))
+    for number, (group, table) in enumerate(zip(geometry.groups, tables, strict=True)):
+        if not group.recurrent:
+            continue
+        before = table[places, np.maximum(start - 1, 0) // size]
+        reads[number] = np.where(start > 0, before, NO_BLOCK)
+        writes[number] = table[places, (end - 1) // size]
+        wanted = np.concatenate([np.where(start > 0, before, 0), writes[number]])
+        bad = (wanted < 0) | (wanted >= group.num_blocks)
+        if bad.any():
+            at, piece = divmod(int(np.argmax(bad)), len(pieces))
+            position = int((start if at == 0 else end)[piece]) - 1
+            seq = pieces[piece].sequence.id
+            where = f"the state behind position {position} of sequence {seq}"
+            message = f"group {number} has no slot for {where} (slot {int(wanted[bad][0])})"
+            raise BadBatch(message, seq)
+    return reads, writes
 
 
 def _live_from(
@@ -274,9 +324,9 @@ def _live_from(
 
 
 def _first_key(group: Group, starts: Ints, positions: Ints) -> Ints:
-    if group.kind != WINDOW:
+    if not group.moves:
         return starts
-    return np.maximum(starts, positions - group.window + 1)
+    return np.maximum(starts, positions - group.span + 1)
 
 
 def table_hash(blocks: Ints | Iterable[int]) -> int:
@@ -305,25 +355,42 @@ def _spread(counts: list[int]) -> tuple[int, int]:
 
 
 def _visible_columns(metadata: StepMetadata) -> tuple[tuple[int, ...], ...]:
-    """Visible rows of each piece's last row, a tuple of groups for each piece."""
+    """Visible rows of each piece's last row, a tuple of groups for each piece; one more where a
+    piece goes on from a state though no row is before it.
+    """
     last = metadata.first + metadata.rows - 1
     columns = []
     for number, group in enumerate(metadata.geometry.groups):
         live_from = metadata.live_from[number, last]
         seen = metadata.until[last] - live_from + np.minimum(group.sink, live_from)
+        seen = seen + ((metadata.start == 0) & (metadata.state_reads[number] != NO_BLOCK))
         columns.append(seen.tolist())
     return tuple(zip(*columns, strict=True))
 
 
 def _table_columns(metadata: StepMetadata) -> tuple[tuple[int, ...], ...]:
-    """Hash of each piece's table, a tuple of groups for each piece; 0 for opaque groups."""
+    """Hash of each piece's table, a tuple of groups for each piece; 0 for opaque groups. Of slots
+    the table as it was used.
+    """
     covers = metadata.covers.tolist()
     columns = []
     for group, table in zip(metadata.geometry.groups, metadata.tables, strict=True):
         if not group.paged:
             columns.append([0] * len(covers))
             continue
+        if group.recurrent:
+            table = _table_as_used(metadata, number)
         data, width = table.astype("<i4").tobytes(), table.shape[1] * 4
         ends = [(i * width, i * width + cover * 4) for i, cover in enumerate(covers)]
         columns.append([xxh3_64_intdigest(data[begin:end]) for begin, end in ends])
     return tuple(zip(*columns, strict=True))
+
+
+def _table_as_used(metadata: StepMetadata, group: int) -> Ints:
+    """A recurrent group's tables, with the slots that were read and written in their places."""
+    table, size = metadata.tables[group].copy(), metadata.geometry.block_size
+    pieces = np.flatnonzero(metadata.start > 0)
+    table[pieces, (metadata.start[pieces] - 1) // size] = metadata.state_reads[group, pieces]
+    ends = (metadata.end - 1) // size
+    table[np.arange(len(table)), ends] = metadata.state_writes[group]
+    return table

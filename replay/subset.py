@@ -19,7 +19,7 @@ from statemachine.events import (
     Event,
     PrefixAdopted,
 )
-from statemachine.geometry import WINDOW, Geometry
+from statemachine.geometry import Geometry
 from statemachine.sequence import Sequence
 
 from .observed import Pieces
@@ -68,8 +68,8 @@ def rows_read(geometry: Geometry, sequences: Iterable[Sequence], rows: Iterable[
         for group, spec in enumerate(geometry.groups):
             if spec.paged:
                 low = sequence.starts[group]
-                if spec.kind == WINDOW:
-                    low = max(low, end - mine - spec.window + 1)
+                if spec.moves:
+                    low = max(low, end - mine - spec.span + 1)
                 count += end - low + min(spec.sink, low)
     return count
 

@@ -67,6 +67,8 @@ def group_text(geometry: Geometry, number: int) -> str:
         kind = f"window of {group.window}{sinks}"
     if group.kind == OPAQUE:
         return f"group {number}, opaque: the model holds these caches, there are no blocks"
+    if group.recurrent:
+        return f"group {number}, {kind}, {group.num_blocks} slots of one state"
     return f"group {number}, {kind}, {group.num_blocks} blocks of {geometry.block_size} rows"
 
 

@@ -10,6 +10,7 @@ from .content import grown
 from .draft import Draft
 from .errors import InvariantBroken
 from .events import NO_BLOCK
+from .geometry import has_state
 from .sequence import NO_TOKEN, Sequence, Speculative, pack, written_rows
 
 SPECULATIVE_ROWS_MAX = 65_536
@@ -20,6 +21,10 @@ _WITH_TOKENS = (*ev.COMMITTED_AT_ONCE, ev.DRAFT)
 def _check_step(draft: Draft, step: int, purpose: str) -> None:
     if purpose not in ev.PURPOSES:
         raise InvariantBroken(f"purpose {purpose!r} is none of {', '.join(ev.PURPOSES)}")
+    if purpose not in ev.COMMITTED_AT_ONCE and has_state(draft.geometry):
+        raise InvariantBroken(
+            f"{purpose} rows cannot follow in a recurrent group: its state cannot be taken back"
+        )
     if not (step > draft.written_step and step >= draft.issued_step):
         raise InvariantBroken(
             f"step {step} cannot append: step {draft.issued_step} was issued and "
@@ -93,7 +98,8 @@ def _grown_tables(draft: Draft, old: Sequence, event: ev.Appended) -> tuple[tupl
     tables = []
     for group, blocks in enumerate(event.blocks):
         table = old.tables[group]
-        missing = wanted - len(table) if group in draft.paged_groups else 0
+        spec = geometry.groups[group]
+        missing = spec.new_blocks(len(table), wanted)
         if len(blocks) != missing:
             raise InvariantBroken(
                 f"sequence {old.id} needs {missing} new blocks in group {group}, not {len(blocks)}"
@@ -102,8 +108,9 @@ def _grown_tables(draft: Draft, old: Sequence, event: ev.Appended) -> tuple[tupl
             held = draft.group(group)
             for block in blocks:
                 held.take(block)
-            draft.table_gains(old.id, group, len(table), blocks)
-            table += blocks
+            first = wanted - missing
+            draft.table_gains(old.id, group, first, blocks)
+            table += (NO_BLOCK,) * (first - len(table)) + blocks
         tables.append(table)
     return tuple(tables)
 

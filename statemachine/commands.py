@@ -15,7 +15,7 @@ from collections.abc import Sequence as Many
 from . import events as ev
 from .errors import IllegalCommand, InvariantBroken, PoolExhausted
 from .events import NO_BLOCK, Event, Namespace
-from .geometry import FULL, WINDOW
+from .geometry import FULL, has_gaps, has_state
 from .prefix import Hit, adoption_limit, find, walk
 from .prefix import lookup as _lookup
 from .sequence import NO_TOKEN, Sequence, pack, written_rows
@@ -155,7 +155,7 @@ def blocks_needed(state: State, seq: int, rows: int) -> tuple[int, ...]:
     wanted = state.geometry.blocks_for(sequence.offset + rows)
     copies = _copies(state, sequence)
     return tuple(
-        wanted - len(sequence.tables[group]) + (group in copies) if spec.paged else 0
+        spec.new_blocks(len(sequence.tables[group]), wanted) + (group in copies)
         for group, spec in enumerate(state.geometry.groups)
     )
 
@@ -195,7 +195,7 @@ def _append(
     wanted = state.geometry.blocks_for(sequence.offset + rows)
     blocks: list[tuple[int, ...]] = []
     for group, spec in enumerate(state.geometry.groups):
-        missing = wanted - len(sequence.tables[group]) if spec.paged else 0
+        missing = spec.new_blocks(len(sequence.tables[group]), wanted)
         blocks.append(supplies[group].take(missing + (group in copies)))
         events += supplies[group].drain()
     for group in copies:
@@ -246,6 +246,8 @@ def _columns_are_doubtful(
     if not max(state.written_step + 1, state.issued_step) <= step < 1 << 64:
         return True
     if purpose not in ev.PURPOSES:
+        return True
+    if purpose not in ev.COMMITTED_AT_ONCE and has_state(state.geometry):
         return True
     if tokens is None:
         return purpose not in (ev.LOOKAHEAD, ev.PAD)
@@ -342,8 +344,8 @@ def front_trims(state: State, seq: int) -> Events:
     safe = min(sequence.committed, written_rows(sequence, state.written_step))
     events: list[Event] = []
     for group, spec in enumerate(state.geometry.groups):
-        rows = max(0, safe - spec.window + 1) - sequence.starts[group]
-        if spec.kind == WINDOW and rows > 0:
+        rows = max(0, safe - spec.span + 1) - sequence.starts[group]
+        if spec.moves and rows > 0:
             events.append(ev.FrontTrimmed(seq, group, rows))
     return tuple(events)
 
@@ -378,7 +380,7 @@ def publish(state: State, seq: int) -> Events:
 
 def _can_be_found(state: State, sequence: Sequence, index: int) -> bool:
     """Whether the block before `index` is in the index: its own may have left a short window."""
-    if index == 0:
+    if index == 0 or has_gaps(state.geometry):
         return True
     for group in state.paged_groups():
         block = sequence.tables[group][index - 1]

@@ -8,7 +8,10 @@ FULL = "full"
 WINDOW = "window"
 RECURRENT = "recurrent"
 OPAQUE = "opaque"
-PAGED = (FULL, WINDOW)
+PAGED = (FULL, WINDOW, RECURRENT)
+
+RECURRENT_SPAN = 2
+"""A row of a recurrent group needs the state behind the row before it, and makes its own."""
 
 ROWS_MAX = (1 << 31) - 1
 """Rows of a group: kernels count them, positions and slots in 32 bits."""
@@ -18,7 +21,13 @@ class Group(Struct, frozen=True, omit_defaults=True):
     """Layers whose rows live alike.
 
     kind: `full` keeps all rows; `window` keeps the first `sink` rows and the last `window`;
-    `opaque` holds no blocks, for the model owns its caches; `recurrent` is reserved.
+    `recurrent` keeps the state behind the last row (of convolutions or a state space) in blocks
+    that are slots of one state each; `opaque` holds no blocks, for the model owns its caches.
+
+    A slot holds the state behind the last row written that falls in its block. So a piece of rows
+    reads the slot of the row before it and writes the slot of its last row; where these are two,
+    the one that was read stays, as a snapshot at a block's edge. Blocks that a piece passes over
+    are holes. What a state went through cannot be taken back out of it.
     """
 
     kind: str = FULL
@@ -29,6 +38,26 @@ class Group(Struct, frozen=True, omit_defaults=True):
     @property
     def paged(self) -> bool:
         return self.kind in PAGED
+
+    @property
+    def recurrent(self) -> bool:
+        return self.kind == RECURRENT
+
+    @property
+    def moves(self) -> bool:
+        """Whether rows are left behind as the sequence goes on."""
+        return self.kind in (WINDOW, RECURRENT)
+
+    @property
+    def span(self) -> int:
+        """Rows that the newest row needs, itself included, in a group that moves; else 0."""
+        return RECURRENT_SPAN if self.kind == RECURRENT else self.window
+
+    def new_blocks(self, held: int, wanted: int) -> int:
+        """Blocks that a table of `held` places takes to grow to `wanted`: of slots, one at most."""
+        if self.kind == RECURRENT:
+            return int(wanted > held)
+        return wanted - held if self.kind in PAGED else 0
 
 
 class Geometry(Struct, frozen=True, omit_defaults=True):
@@ -48,6 +77,18 @@ class Geometry(Struct, frozen=True, omit_defaults=True):
         return -(-rows // self.block_size)
 
 
+def has_state(geometry: Geometry) -> bool:
+    """Whether a group is recurrent: rows cannot be taken back, prefixes end at block edges."""
+    return any(group.kind == RECURRENT for group in geometry.groups)
+
+
+def has_gaps(geometry: Geometry) -> bool:
+    """Whether blocks of a text may be findable though none before them ever was: all that its
+    groups keep are states at some edges.
+    """
+    return all(group.kind == RECURRENT for group in geometry.groups)
+
+
 def check(geometry: Geometry) -> None:
     """Raise ValueError, with one sentence, where the sizes make no sense."""
     if geometry.block_size < 1:
@@ -61,10 +102,10 @@ def check(geometry: Geometry) -> None:
 
 
 def _check_group(number: int, group: Group, block_size: int) -> None:
-    if group.kind == RECURRENT:
-        raise ValueError(f"group {number}: recurrent groups are reserved, not built yet")
-    if group.kind not in (FULL, WINDOW, OPAQUE):
-        raise ValueError(f"group {number}: kind must be full, window or opaque, not {group.kind!r}")
+    if group.kind not in (*PAGED, OPAQUE):
+        raise ValueError(
+            f"group {number}: kind must be full, window, recurrent or opaque, not {group.kind!r}"
+        )
     if group.paged and group.num_blocks < 1:
         raise ValueError(f"group {number}: num_blocks must be at least 1, not {group.num_blocks}")
     if group.paged and group.num_blocks * block_size > ROWS_MAX:
@@ -76,6 +117,8 @@ def _check_group(number: int, group: Group, block_size: int) -> None:
         raise ValueError(f"group {number}: window and sink must be at most {ROWS_MAX} rows")
     if group.kind == WINDOW and group.window < 1:
         raise ValueError(f"group {number}: window must be at least 1, not {group.window}")
+    if group.kind == RECURRENT and group.window:
+        raise ValueError(f"group {number}: a recurrent group has no window, not {group.window}")
     if group.sink < 0 or (group.sink and group.kind != WINDOW):
         raise ValueError(
             f"group {number}: sink rows belong to a window group, and are not negative"

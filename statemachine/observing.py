@@ -13,7 +13,7 @@ from collections.abc import Sequence as Items
 from msgspec import Struct
 from xxhash import xxh3_64_intdigest
 
-from .geometry import WINDOW, Geometry
+from .geometry import Geometry
 from .records import Observation
 from .sequence import Sequence, visible_at
 
@@ -68,7 +68,7 @@ class Deriver:
         """Rows that each piece's last row attends to, by the group."""
         columns: list[list[int]] = []
         for group, spec in enumerate(self._geometry.groups):
-            if spec.kind == WINDOW:
+            if spec.moves:
                 # Not from the sequence's own start: the kernel goes by that.
                 columns.append([visible_at(self._geometry, group, 0, end) for end in ends])
             else:
@@ -113,7 +113,7 @@ class Deriver:
     def due_checks(self, mode: str, sequences: Items[Sequence], due: Seen) -> tuple[int, bool]:
         """How many rows the sanitizer compares in a step, and whether that is exact: at the least
         the last row of each piece in each paged group; in its full mode each row that some row of
-        a piece attends to.
+        a piece attends to; of a recurrent group the state that is read and the one that is made.
         """
         if mode == OFF:
             return 0, False
@@ -122,10 +122,12 @@ class Deriver:
         count = 0
         for sequence, start, end in zip(sequences, due.starts, due.ends, strict=True):
             for group, spec in enumerate(self._geometry.groups):
-                if spec.paged:
+                if spec.recurrent:
+                    count += 1 + (start > 0)
+                elif spec.paged:
                     low = sequence.starts[group]
-                    if spec.kind == WINDOW:
-                        low = max(low, start - spec.window + 1)
+                    if spec.moves:
+                        low = max(low, start - spec.span + 1)
                     count += end - low + min(spec.sink, low)
         return count, True
 

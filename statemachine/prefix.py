@@ -3,6 +3,7 @@
 A hit compares the exact namespace, the parent entry and the tokens; the key only finds candidates.
 So a collision is a miss, never a leak. Whole blocks match; a match that covers the whole prompt
 uses its last block in part, for a prompt's last row is always computed: it yields the next token.
+A recurrent group's state cannot be used in part: there a match ends at a block's edge.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 from msgspec import Struct
 
 from .events import NO_BLOCK, Namespace
-from .geometry import FULL, OPAQUE, Geometry
+from .geometry import FULL, OPAQUE, Geometry, has_state
 from .sequence import pack, window_start
 from .state import NO_ENTRY, Entry, State
 from .tags import root_key, row_tag
@@ -89,6 +90,8 @@ def needed_indices(geometry: Geometry, group: int, rows: int) -> set[int]:
 
 
 def _held_by_windows(geometry: Geometry, path: list[Entry], rows: int) -> bool:
+    if rows % geometry.block_size and has_state(geometry):
+        return False
     return all(
         path[index].blocks[group]
         for group, spec in enumerate(geometry.groups)

@@ -11,16 +11,20 @@ from msgspec import structs
 from .draft import Draft
 from .errors import InvariantBroken
 from .events import NO_BLOCK, BlockLoaded, BlockPublished, BlockStored, Namespace
-from .geometry import FULL
+from .geometry import FULL, has_gaps
 from .sequence import Sequence, pack, written_rows
 from .state import NO_ENTRY, Entry
 from .tags import root_key, row_tag
+
+Named = tuple[tuple[int, int], ...]
 
 
 def published(draft: Draft, sequence: Sequence, event: BlockPublished) -> None:
     """Index one block of a sequence, which must be full, written and committed."""
     _check(draft, sequence, event)
     parent = parent_entry(draft, sequence, event.index)
+    if parent is None and has_gaps(draft.geometry):
+        parent = _named_path(draft, sequence, event.index)
     if parent is None:
         raise InvariantBroken(
             f"block {event.index} of sequence {sequence.id} cannot be found: "
@@ -29,6 +33,31 @@ def published(draft: Draft, sequence: Sequence, event: BlockPublished) -> None:
     tokens = sequence.packed[event.index]
     number = _named(draft, sequence.namespace, parent, event, tokens)
     draft.group(event.group).publish(event.block, number)
+
+
+def _named_path(draft: Draft, sequence: Sequence, index: int) -> int:
+    """The entry of the block before `index`; those on the way that are missing are made, and name
+    no block.
+    """
+    parent: int = NO_ENTRY
+    for place in range(index):
+        key, tokens = sequence.keys[place], sequence.packed[place]
+        known = find_entry(draft, sequence.namespace, parent, key, tokens)
+        parent = known.id if known else _add(draft, sequence.namespace, parent, key, tokens, ())
+    return parent
+
+
+def _add(
+    draft: Draft, namespace: Namespace, parent: int, key: int, tokens: bytes, named: Named
+) -> int:
+    """A new entry below `parent`, which names (group, block) of each of `named`."""
+    blocks: list[tuple[int, ...]] = [()] * len(draft.geometry.groups)
+    for group, block in named:
+        blocks[group] = (block,)
+    number, draft.next_entry = draft.next_entry, draft.next_entry + 1
+    draft.set_entry(None, Entry(number, parent, namespace, tokens, key, tuple(blocks)))
+    _adopt_child(draft, parent, 1)
+    return number
 
 
 def _named(
@@ -45,12 +74,8 @@ def _named(
         blocks[event.group] = (*blocks[event.group], event.block)
         draft.set_entry(old, structs.replace(old, blocks=tuple(blocks)))
         return old.id
-    blocks = [()] * len(draft.geometry.groups)
-    blocks[event.group] = (event.block,)
-    number, draft.next_entry = draft.next_entry, draft.next_entry + 1
-    draft.set_entry(None, Entry(number, parent, namespace, tokens, event.key, tuple(blocks)))
-    _adopt_child(draft, parent, 1)
-    return number
+    named = ((event.group, event.block),)
+    return _add(draft, namespace, parent, event.key, tokens, named)
 
 
 def loaded(draft: Draft, namespace: Namespace, event: BlockLoaded) -> None:

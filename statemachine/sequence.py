@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from .errors import InvariantBroken
 from .events import NO_BLOCK, Namespace
-from .geometry import OPAQUE, WINDOW, Geometry
+from .geometry import OPAQUE, Geometry
 
 NO_TOKEN = -1
 """Stands for the token of a lookahead row, which is not known yet."""
@@ -101,7 +101,7 @@ def unpack(data: bytes) -> tuple[int, ...]:
 def window_start(geometry: Geometry, group: int, offset: int) -> int:
     """First row that a query at position `offset` needs in `group`, sinks apart."""
     spec = geometry.groups[group]
-    return max(0, offset - spec.window + 1) if spec.kind == WINDOW else 0
+    return max(0, offset - spec.span + 1) if spec.moves else 0
 
 
 def visible(geometry: Geometry, sequence: Sequence, group: int) -> int:
@@ -115,9 +115,9 @@ def visible(geometry: Geometry, sequence: Sequence, group: int) -> int:
 def visible_at(geometry: Geometry, group: int, start: int, end: int) -> int:
     """Rows of [0, end) that the row at end - 1 attends to, where rows from `start` on live."""
     spec = geometry.groups[group]
-    if spec.kind != WINDOW:
+    if not spec.moves:
         return end - start
-    live = min(end - start, spec.window)
+    live = min(end - start, spec.span)
     return live + min(spec.sink, end - live)
 
 
@@ -128,6 +128,19 @@ def written_rows(sequence: Sequence, written_step: int) -> int:
         if marks[at] <= written_step:
             return marks[at + 1]
     return 0
+
+
+def keeps_state(geometry: Geometry, sequence: Sequence, written_step: int, rows: int) -> bool:
+    """Whether every recurrent group holds the state behind the first `rows` rows: it was never
+    written beyond them, or it went on from a slot at that edge.
+    """
+    index, inside = divmod(rows, geometry.block_size)
+    fresh = rows in sequence.marks[1::2] and rows >= written_rows(sequence, written_step)
+    for table, spec in zip(sequence.tables, geometry.groups, strict=True):
+        if spec.recurrent and not fresh:
+            if inside or (rows and table[index - 1] == NO_BLOCK):
+                return False
+    return True
 
 
 def held_blocks(table: tuple[int, ...]) -> list[int]:

@@ -9,7 +9,7 @@ from .content import extend
 from .draft import Draft
 from .errors import InvariantBroken
 from .events import NO_BLOCK
-from .geometry import OPAQUE
+from .geometry import OPAQUE, has_state
 from .prefix import adoption_limit, needed_indices
 from .publication import find_entry
 from .sequence import Sequence, pack, window_start
@@ -48,6 +48,10 @@ def prefix_adopted(draft: Draft, event: ev.PrefixAdopted) -> None:
 def _require_needed(draft: Draft, event: ev.PrefixAdopted) -> None:
     """The tables hold what the next query reads, and no more."""
     rows = len(event.tokens)
+    if rows % draft.geometry.block_size and has_state(draft.geometry):
+        raise InvariantBroken(
+            f"{rows} rows end inside of a block: a recurrent group is adopted at block edges only"
+        )
     count = draft.geometry.blocks_for(rows)
     for group, table in enumerate(event.blocks):
         if len(table) != count:

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from msgspec import Struct
 
 from .events import COMMITTED_AT_ONCE
-from .geometry import WINDOW, Geometry, Group
+from .geometry import Geometry, Group
 from .sequence import Sequence
 
 UNKNOWN = -1
@@ -219,9 +219,9 @@ class Tracker:
     def expected_visible(self, group: int, ends: list[int]) -> list[int]:
         """Visible rows of a piece that ends at each of `ends`, where no window start was moved."""
         spec = self.groups[group]
-        if spec.kind != WINDOW:
+        if not spec.moves:
             return ends
-        window, sink = spec.window, spec.sink
+        window, sink = spec.span, spec.sink
         return [end if end <= window else window + min(sink, end - window) for end in ends]
 
     def expected_tables(self, group: int, pieces: Pieces) -> list[int]:

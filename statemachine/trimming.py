@@ -10,8 +10,7 @@ from .content import extend, retract
 from .draft import Draft
 from .errors import InvariantBroken
 from .events import NO_BLOCK
-from .geometry import WINDOW
-from .sequence import NO_TOKEN, Sequence, window_start, written_rows
+from .sequence import NO_TOKEN, Sequence, keeps_state, window_start, written_rows
 
 
 def committed(draft: Draft, event: ev.Committed) -> None:
@@ -70,6 +69,11 @@ def trimmed(draft: Draft, event: ev.Trimmed) -> None:
         raise InvariantBroken(
             f"sequence {old.id} has {old.offset} rows: {event.rows} cannot be trimmed"
         )
+    if not keeps_state(draft.geometry, old, draft.written_step, old.offset - event.rows):
+        raise InvariantBroken(
+            f"no slot holds the state of sequence {old.id} behind {old.offset - event.rows} rows: "
+            "it cannot be trimmed to them"
+        )
     for group, start in enumerate(old.starts):
         needed = window_start(draft.geometry, group, old.offset - event.rows)
         if start > needed:
@@ -99,10 +103,10 @@ def front_trimmed(draft: Draft, event: ev.FrontTrimmed) -> None:
     if not (0 <= group < len(old.starts)):
         raise InvariantBroken(f"there is no group {group}")
     spec, size = draft.geometry.groups[group], draft.geometry.block_size
-    if spec.kind != WINDOW:
+    if not spec.moves:
         raise InvariantBroken(f"group {group} is {spec.kind}: only a window moves on")
     safe = min(old.committed, written_rows(old, draft.written_step))
-    start, limit = old.starts[group] + event.rows, max(0, safe - spec.window + 1)
+    start, limit = old.starts[group] + event.rows, max(0, safe - spec.span + 1)
     if event.rows < 1 or start > limit:
         raise InvariantBroken(
             f"group {group} of sequence {old.id} starts at {old.starts[group]} and may move on to "
