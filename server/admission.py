@@ -18,8 +18,9 @@ from itertools import chain
 
 from statemachine import commands
 from statemachine.events import Event, PrefixAdopted
-from statemachine.geometry import WINDOW, Geometry
+from statemachine.geometry import Geometry
 from statemachine.records import NO_PARENT
+from statemachine.sequence import held_blocks
 from statemachine.state import State
 from statemachine.transitions import apply_all
 
@@ -35,12 +36,18 @@ PASSES_MAX = 8
 """Requests that may be admitted past one that does not fit, in its whole life."""
 
 
+SLOTS = 2
+"""Slots that a request takes as it crosses a block's edge: one to read, one to write."""
+SLOTS_MIN = SLOTS + 1
+"""One more for a slot that it shares, and must copy."""
+
+
 def capacity_tokens(geometry: Geometry, policy: Policy) -> int:
     """The longest prompt + answer that context and pool hold: where answers end with "length"."""
     rows = [
         group.num_blocks * geometry.block_size
         for group in geometry.groups
-        if group.paged and group.kind != WINDOW
+        if group.paged and not group.moves
     ]
     return min([policy.context_tokens, *rows])
 
@@ -95,9 +102,16 @@ def refuse(
 
 
 def check_pool(geometry: Geometry, policy: Policy) -> None:
-    """Raise ValueError where a window group could not hold its window and one piece of a prompt."""
+    """Raise ValueError where a window group could not hold its window and one piece of a prompt, or
+    a recurrent one the slots of one request.
+    """
     for number, group in enumerate(geometry.groups):
-        if group.kind != WINDOW:
+        if group.recurrent and group.num_blocks < SLOTS_MIN:
+            raise ValueError(
+                f"group {number} has {group.num_blocks} slots, but a request takes up to "
+                f"{SLOTS_MIN}: give it more"
+            )
+        if not group.moves or group.recurrent:
             continue
         needed = _window_blocks(geometry, policy, number)
         if group.num_blocks < needed:
@@ -227,10 +241,11 @@ def _fits(draft: Draft, state: State, request: int, rows: int) -> bool:
 
 def _needed(state: State, policy: Policy, seq: int, rows: int) -> tuple[int, ...]:
     """Blocks that `rows` more rows take, per group; of a window, no more than it holds at once."""
-    geometry = state.geometry
-    return tuple(
-        min(blocks, _window_blocks(geometry, policy, group))
-        if geometry.groups[group].kind == WINDOW
-        else blocks
-        for group, blocks in enumerate(commands.blocks_needed(state, seq, rows))
-    )
+    geometry, needed = state.geometry, list(commands.blocks_needed(state, seq, rows))
+    for group, spec in enumerate(geometry.groups):
+        if spec.recurrent:
+            held = len(held_blocks(state.sequences[seq].tables[group]))
+            needed[group] = max(needed[group], SLOTS - held)
+        elif spec.moves:
+            needed[group] = min(needed[group], _window_blocks(geometry, policy, group))
+    return tuple(needed)

@@ -34,6 +34,7 @@ from statemachine.events import (
     PROMPT,
     BlockCopied,
 )
+from statemachine.geometry import has_state
 from statemachine.records import NO_SCORES
 from statemachine.sequence import Sequence
 
@@ -44,7 +45,7 @@ from .draft import Draft, InFlight
 from .failing import fail_step, settle_failed
 from .policy import Policy
 from .scoring import NOTHING, scored_by
-from .sharing import share
+from .sharing import rows_to_edge, share
 from .submission import CANCELLED
 from .view import (
     UNKNOWN,
@@ -130,6 +131,8 @@ def _plan_piece(draft: Draft, seq: int, rows: int, pads: int) -> bool:
     """Issue a piece, without its pads where these do not fit; False where the rows do not."""
     stream, step = draft.request(seq).stream, draft.view.step
     first = draft.state.sequences[seq].committed
+    if draft.policy.prefix_cache and has_state(draft.state.geometry):
+        rows = rows_to_edge(draft.state.geometry.block_size, first, rows, stream.length)
     tokens = stream.slice(first, first + rows)
     try:
         draft.do(commands.append(draft.state, seq, step, tokens=tokens, purpose=PROMPT))

@@ -42,6 +42,16 @@ def share(policy: Policy, rows_left: int, needs: list[int]) -> list[tuple[int, i
     return [(rows, number * tile - rows) for rows, number in zip(given, tiles, strict=True)]
 
 
+def rows_to_edge(block_size: int, first: int, rows: int, length: int) -> int:
+    """Rows of a piece from `first` on, at most `rows`, such that it ends at a block's edge: only
+    there can the state of a recurrent group be found again. The last of `length` rows is
+    always computed, so the edge before it is the last that is worth a piece.
+    """
+    last = min(first + rows, length - 1)
+    edge = last // block_size * block_size
+    return edge - first if edge > first else rows
+
+
 def _tiles(left: int, wanted: list[int]) -> list[int]:
     """Divide `left` tiles evenly in order, then give what is left to the earliest."""
     given = []

@@ -137,9 +137,9 @@ def keeps_state(geometry: Geometry, sequence: Sequence, written_step: int, rows:
     index, inside = divmod(rows, geometry.block_size)
     fresh = rows in sequence.marks[1::2] and rows >= written_rows(sequence, written_step)
     for table, spec in zip(sequence.tables, geometry.groups, strict=True):
-        if spec.recurrent and not fresh:
-            if inside or (rows and table[index - 1] == NO_BLOCK):
-                return False
+        at_edge = spec.recurrent and not inside and (not rows or table[index - 1] != NO_BLOCK)
+        if spec.recurrent and not fresh and not at_edge:
+            return False
     return True
 
 
