@@ -9,6 +9,8 @@ cut into tiles of queries so that a tile reads no key beyond its last row.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import numpy.typing as npt
 from attrs import frozen
@@ -58,13 +60,14 @@ class View:
 
 @frozen(eq=False)
 class Bucket:
-    """Pieces of n rows each, attended together: rows [B, n] of the batch; a view per group.
+    """Pieces of n rows each, attended together: rows [B, n] of the batch; a view per group that
+    keeps K and V, by its number.
 
     contiguous: the rows stand in the batch as they stand here.
     """
 
     rows: Longs
-    views: tuple[View, ...]
+    views: Mapping[int, View]
     contiguous: bool
 
 
@@ -111,8 +114,11 @@ def _like_lengths(pieces: Longs, lengths: Longs) -> list[Longs]:
 def _bucket(metadata: StepMetadata, pieces: Longs) -> Bucket:
     count = int(metadata.rows[pieces[0]])
     rows = metadata.first[pieces][:, None] + np.arange(count)
-    groups = range(len(metadata.geometry.groups))
-    views = tuple(_view(metadata, group, pieces, rows) for group in groups)
+    views = {
+        group: _view(metadata, group, pieces, rows)
+        for group, spec in enumerate(metadata.geometry.groups)
+        if not spec.recurrent
+    }
     return Bucket(rows, views, bool((np.diff(rows.reshape(-1)) == 1).all()))
 
 

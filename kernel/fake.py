@@ -4,7 +4,8 @@ Owns sampling without logits, failures on order, and the step-pinned driver. Met
 observations and shadow tags are the real ones; a token is a function of the tag that the shadow
 array holds in its row's place (and of seed and position, where the request samples; and of answer,
 prompt and wishes, where these change what is sampled). So a row that was issued for other tokens,
-or written elsewhere, changes the answer; what a row reads beyond itself is the shadow's to find.
+or written elsewhere, changes the answer, and so does a state of a recurrent group that is another's
+(fake_states.py); what a row reads beyond these is the shadow's to find.
 Log-probabilities, scores and embeddings are made up of the same tags; grammars are not followed.
 Never keeps a length of its own.
 """
@@ -24,6 +25,7 @@ from statemachine.records import Parameters, ShadowReport
 
 from .batch import Batch, BuildFailed, EvalFailed, Logprob, Piece, StepResult
 from .block_io import BlockRows, TensorSpec
+from .fake_states import FakeStates
 from .metadata import (
     BadBatch,
     CacheUse,
@@ -91,6 +93,7 @@ class FakeKernel:
         # With the sanitizer off tags are still what stands for the pages' content.
         self._shadow = Shadow(geometry, EDGES if sanitize == OFF else sanitize)
         self._order = Order()
+        self._states = FakeStates(geometry)
         self._newest: dict[int, int] = {}
         """What the newest step sampled last for each of its sequences."""
         self._newest_step = 0
@@ -117,6 +120,7 @@ class FakeKernel:
             self._delay(batch)
         self.batches.append(batch)
         self._shadow.copy_blocks(batch.copies)
+        self._states.copy(batch.copies)
         try:
             metadata = build(batch, self._geometry)
             pending_sources(metadata, self._newest)
@@ -129,14 +133,18 @@ class FakeKernel:
         report = self._shadow.apply(batch, metadata)
         # The rows hold what was fed, whoever has read it: tokens come from their real tags.
         self._shadow.learn(self._newest_step, self._newest)
-        return Ticket(number, batch, metadata, self._result(batch, metadata, report))
+        held = self._states.held_tags(batch, metadata, self._shadow.tags)
+        return Ticket(number, batch, metadata, self._result(batch, metadata, report, held))
 
-    def _result(self, batch: Batch, metadata: StepMetadata, report: ShadowReport) -> StepResult:
+    def _result(
+        self, batch: Batch, metadata: StepMetadata, report: ShadowReport, held: list[int]
+    ) -> StepResult:
+        """held: the tag of each row of the batch, as it is found."""
         # Each layer reads the offset, updates and attends once.
         uses = [CacheUse(1, 1, metadata.total_rows, 1, 0)] * self._layers
         rows = iter(zip(metadata.sample_rows.tolist(), metadata.sample_positions, strict=True))
         drawn = [
-            self._draw(piece, place, position, self._held_tag(metadata, row))
+            self._draw(piece, place, position, held[row])
             for piece in batch.pieces
             for place, (row, position) in zip(range(piece.samples), rows, strict=False)
         ]
@@ -150,9 +158,9 @@ class FakeKernel:
             logits=tuple(_fraction(mix) for _, mix in drawn),
             margins=tuple(_fraction(mix >> 24) for _, mix in drawn),
             logprobs=self._logprobs(batch, metadata, drawn),
-            scores=self._scores(batch, metadata),
+            scores=self._scores(batch, metadata, held),
             embeddings={
-                number: tuple(_fraction(self._held_tag(metadata, row) >> shift) for shift in (0, 8))
+                number: tuple(_fraction(held[row] >> shift) for shift in (0, 8))
                 for number, row in zip(metadata.sampled, metadata.sample_rows.tolist(), strict=True)
                 if _parameters(batch.pieces[number]).embed
             },
@@ -169,11 +177,13 @@ class FakeKernel:
             for (token, mix), top in zip(drawn, asked, strict=True)
         )
 
-    def _scores(self, batch: Batch, metadata: StepMetadata) -> dict[int, tuple[Logprob, ...]]:
+    def _scores(
+        self, batch: Batch, metadata: StepMetadata, held: list[int]
+    ) -> dict[int, tuple[Logprob, ...]]:
         rows = iter(metadata.score_rows.tolist())
         return {
             number: tuple(
-                self._logprob(token, self._held_tag(metadata, row), _parameters(piece).logprobs)
+                self._logprob(token, held[row], _parameters(piece).logprobs)
                 for token, row in zip(piece.targets, rows, strict=False)
             )
             for number, piece in enumerate(batch.pieces)
@@ -204,6 +214,7 @@ class FakeKernel:
     def reset_pages(self) -> None:
         """All rows are unwritten again."""
         self._shadow.reset()
+        self._states.reset()
         self._order.reset()
         self._newest = {}
         self.resets += 1
@@ -226,11 +237,6 @@ class FakeKernel:
         """The bytes are what stands there; what they claim to be changes nothing."""
         content = [np.frombuffer(it.tensors["tags"], "<u8").tolist() for it in rows]
         self._shadow.load_blocks(0, blocks, [tuple(tags) for tags in content])
-
-    def _held_tag(self, metadata: StepMetadata, row: int) -> int:
-        """The tag that stands where batch row `row` was written, in the first paged group."""
-        group = next(n for n, spec in enumerate(self._geometry.groups) if spec.paged)
-        return int(self._shadow.tags[group][metadata.slots[group, row]])
 
     def _draw(self, piece: Piece, place: int, position: int, tag: int) -> tuple[int, int]:
         """The token for `position`, which the piece's sample number `place` fills, and the hash

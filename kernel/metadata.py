@@ -22,9 +22,10 @@ from attrs import frozen
 from xxhash import xxh3_64_intdigest
 
 from statemachine.events import NO_BLOCK, BlockCopied
-from statemachine.geometry import Geometry, Group, has_state
+from statemachine.geometry import Geometry, Group
 from statemachine.records import Observation
 
+from . import states
 from .batch import Batch, Piece
 
 Ints = npt.NDArray[np.int32]
@@ -124,8 +125,7 @@ def build(batch: Batch, geometry: Geometry) -> StepMetadata:
     pieces = batch.pieces
     rows = np.array([piece.rows for piece in pieces], np.int64)
     _check_rows(batch)
-    if has_state(geometry):
-        _check_states(batch)
+    _raise(states.refusal(batch, geometry))
     start = np.array([piece.start for piece in pieces], np.int64)
     first = np.cumsum(rows) - rows
     positions = piece_positions(start, first, rows)
@@ -133,7 +133,8 @@ def build(batch: Batch, geometry: Geometry) -> StepMetadata:
     piece_of = np.repeat(np.arange(len(pieces)), rows)
     pending = tuple([i for i, piece in enumerate(pieces) if piece.pending])
     sampled = tuple([i for i, piece in enumerate(pieces) for _ in range(piece.samples)])
-    state_reads, state_writes = _state_slots(pieces, tables, start, start + rows, geometry)
+    state_reads, state_writes = states.slots(tables, start, start + rows, geometry)
+    _raise(states.missing(pieces, state_reads, state_writes, geometry))
     return StepMetadata(
         step=batch.step,
         geometry=geometry,
@@ -174,20 +175,10 @@ def _check_rows(batch: Batch) -> None:
             raise BadBatch(f"sequence {seq}: {what}", seq)
 
 
-def _check_states(batch: Batch) -> None:
-    """What goes through a state cannot be taken back out of it."""
-    for piece in batch.pieces:
-        seq = piece.sequence.id
-        if piece.pads:
-            what = f"{piece.pads} pad rows could not be taken back"
-        elif piece.pending:
-            what = "rows ahead of their tokens could not be taken back"
-        elif piece.samples > 1:
-            what = f"{piece.samples - 1} drafted rows could not be taken back"
-        else:
-            continue
-        where = f"out of the state of sequence {seq} in step {batch.step}"
-        raise BadBatch(f"{what} {where}", seq)
+def _raise(wrong: tuple[str, int] | None) -> None:
+    """A message and a sequence at fault, where there are any."""
+    if wrong is not None:
+        raise BadBatch(*wrong)
 
 
 def pending_sources(metadata: StepMetadata, newest: Mapping[int, int]) -> list[int]:
@@ -285,31 +276,6 @@ def _slots(
     return slots
 
 
-def _state_slots(
-    pieces: tuple[Piece, ...], tables: tuple[Ints, ...], start: Longs, end: Longs, geometry: Geometry
-) -> tuple[Ints, Ints]:
-    """Slots that each piece's state is read from and put into, per group: two [G, P]."""
-    reads = np.full((len(tables), len(pieces)), NO_BLOCK, np.int32)
-    writes = reads.copy()
-    size, places = geometry.block_size, np.arange(len(pieces))
-    for number, (group, table) in enumerate(zip(geometry.groups, tables, strict=True)):
-        if not group.recurrent:
-            continue
-        before = table[places, np.maximum(start - 1, 0) // size]
-        reads[number] = np.where(start > 0, before, NO_BLOCK)
-        writes[number] = table[places, (end - 1) // size]
-        wanted = np.concatenate([np.where(start > 0, before, 0), writes[number]])
-        bad = (wanted < 0) | (wanted >= group.num_blocks)
-        if bad.any():
-            at, piece = divmod(int(np.argmax(bad)), len(pieces))
-            position = int((start if at == 0 else end)[piece]) - 1
-            seq = pieces[piece].sequence.id
-            where = f"the state behind position {position} of sequence {seq}"
-            message = f"group {number} has no slot for {where} (slot {int(wanted[bad][0])})"
-            raise BadBatch(message, seq)
-    return reads, writes
-
-
 def _live_from(
     pieces: tuple[Piece, ...], piece_of: Longs, positions: Ints, geometry: Geometry
 ) -> Ints:
@@ -374,23 +340,14 @@ def _table_columns(metadata: StepMetadata) -> tuple[tuple[int, ...], ...]:
     """
     covers = metadata.covers.tolist()
     columns = []
-    for group, table in zip(metadata.geometry.groups, metadata.tables, strict=True):
+    listed = zip(metadata.geometry.groups, metadata.tables, strict=True)
+    for number, (group, table) in enumerate(listed):
         if not group.paged:
             columns.append([0] * len(covers))
             continue
         if group.recurrent:
-            table = _table_as_used(metadata, number)
+            table = states.as_used(table, metadata, number)
         data, width = table.astype("<i4").tobytes(), table.shape[1] * 4
         ends = [(i * width, i * width + cover * 4) for i, cover in enumerate(covers)]
         columns.append([xxh3_64_intdigest(data[begin:end]) for begin, end in ends])
     return tuple(zip(*columns, strict=True))
-
-
-def _table_as_used(metadata: StepMetadata, group: int) -> Ints:
-    """A recurrent group's tables, with the slots that were read and written in their places."""
-    table, size = metadata.tables[group].copy(), metadata.geometry.block_size
-    pieces = np.flatnonzero(metadata.start > 0)
-    table[pieces, (metadata.start[pieces] - 1) // size] = metadata.state_reads[group, pieces]
-    ends = (metadata.end - 1) // size
-    table[np.arange(len(table)), ends] = metadata.state_writes[group]
-    return table

@@ -4,6 +4,9 @@ Owns one array of tags a group, kept in issue order. It compares what a step's a
 through the tables that the step really uses, with what the sequences should hold there. Checks
 addressing, never arithmetic. numpy only: the fake kernel has it too.
 
+Of a recurrent group a slot has one tag, that of the last row that went through its state. The state
+that a piece goes on from is compared before the step, the one that it leaves behind after it.
+
 A row that is issued before its token was read is tagged as pending. Once the kernel has sampled
 that token the row gets the tag of what was fed, so that a commit of another token is found.
 
@@ -41,7 +44,9 @@ SEQUENCES_MAX = 4096
 
 
 class Shadow:
-    """`tags`: of all physical rows, [num_blocks * block_size] uint64 a group."""
+    """`tags`: of all physical rows, [num_blocks * block_size] uint64 a group, [num_blocks] of a
+    recurrent one.
+    """
 
     def __init__(self, geometry: Geometry, mode: str = EDGES) -> None:
         if mode not in MODES:
@@ -63,8 +68,8 @@ class Shadow:
 
     def reset(self) -> None:
         """The pages were thrown away: no row is written."""
-        size = self._geometry.block_size
-        rows = [group.num_blocks * size for group in self._geometry.groups]
+        groups = enumerate(self._geometry.groups)
+        rows = [group.num_blocks * self._block_rows(number) for number, group in groups]
         self.tags = [np.full(count, UNWRITTEN, np.uint64) for count in rows]
         self._tables.clear()
         self._last = ((), ())
@@ -72,8 +77,7 @@ class Shadow:
 
     def copy_blocks(self, copies: Items[BlockCopied]) -> None:
         """Whole blocks, as the pages do."""
-        size = self._geometry.block_size
-        blocks = [tags.reshape(-1, size) for tags in self.tags]
+        blocks = [self._by_block(group) for group in range(len(self.tags))]
         read = [blocks[copied.group][copied.source].copy() for copied in copies]
         for copied, tags in zip(copies, read, strict=True):
             blocks[copied.group][copied.target] = tags
@@ -82,12 +86,12 @@ class Shadow:
         """Tags of whole blocks; () for each where the mode is off."""
         if self._mode == OFF:
             return [()] * len(blocks)
-        held = self.tags[group].reshape(-1, self._geometry.block_size)
+        held = self._by_block(group)
         return [tuple(held[block].tolist()) for block in blocks]
 
     def load_blocks(self, group: int, blocks: Items[int], tags: Items[tuple[int, ...]]) -> None:
         """Whole blocks were written, outside of any step, by what says to have these tags."""
-        held = self.tags[group].reshape(-1, self._geometry.block_size)
+        held = self._by_block(group)
         for block, mine in zip(blocks, tags, strict=True):
             held[block] = mine
 
@@ -97,10 +101,13 @@ class Shadow:
         """
         if self._mode == OFF:
             return ShadowReport()
-        newest, pending = self._write(batch, metadata)
         report = _Report()
+        self._compare_read_states(batch, metadata, report)
+        newest, pending = self._write(batch, metadata)
         for group, spec in enumerate(self._geometry.groups):
-            if spec.paged and self._mode == FULL:
+            if spec.recurrent:
+                self._compare_made_states(batch, metadata, group, report)
+            elif spec.paged and self._mode == FULL:
                 self._compare_all(batch, metadata, group, report)
             elif spec.paged:
                 self._compare_edges(batch, metadata, group, newest, report)
@@ -131,7 +138,7 @@ class Shadow:
         fed = map(self._expected.fed, rows.sequences, tokens)
         new = np.fromiter(fed, np.uint64, len(tokens))
         for tags, spec, slots in zip(self.tags, self._geometry.groups, rows.slots, strict=True):
-            if spec.paged:
+            if spec.paged and not spec.recurrent:
                 held = tags[slots]
                 tags[slots] = np.where(held == rows.tags, new, held)
 
@@ -154,13 +161,44 @@ class Shadow:
                 pending.append(number)
         tags = np.array(written, np.uint64)
         for group, spec in enumerate(self._geometry.groups):
-            if spec.paged:
+            if spec.recurrent:
+                self.tags[group][metadata.state_writes[group]] = newest
+            elif spec.paged:
                 self.tags[group][metadata.slots[group]] = tags
         if not pending:
             return newest, None
         places = (metadata.first + metadata.rows - 1)[pending]
         sequences = [batch.pieces[number].sequence for number in pending]
         return newest, _Pending(pending, sequences, metadata.slots[:, places], tags[places])
+
+    def _compare_read_states(self, batch: Batch, metadata: StepMetadata, report: _Report) -> None:
+        """The states that pieces go on from; a piece that begins afresh reads none."""
+        for group, spec in enumerate(self._geometry.groups):
+            if not spec.recurrent:
+                continue
+            read = metadata.state_reads[group]
+            asked = np.flatnonzero((read != NO_BLOCK) | (metadata.start > 0))
+            positions = metadata.start[asked] - 1
+            expected = [
+                self._expected.row(batch.pieces[piece].sequence, position)
+                if position >= 0
+                else UNWRITTEN
+                for piece, position in zip(asked.tolist(), positions.tolist(), strict=True)
+            ]
+            check = _Check(metadata, group, asked, positions, read[asked])
+            self._compare(check, np.array(expected, np.uint64), report)
+
+    def _compare_made_states(
+        self, batch: Batch, metadata: StepMetadata, group: int, report: _Report
+    ) -> None:
+        """The states that pieces leave behind, each where its table says."""
+        numbers = np.arange(len(batch.pieces))
+        lasts = np.array([piece.sequence.offset - 1 for piece in batch.pieces], np.int64)
+        rows = zip(batch.pieces, lasts.tolist(), strict=True)
+        expected = [self._expected.row(piece.sequence, last) for piece, last in rows]
+        slots = metadata.tables[group][numbers, lasts // self._geometry.block_size]
+        check = _Check(metadata, group, numbers, lasts, slots)
+        self._compare(check, np.array(expected, np.uint64), report)
 
     def _compare_all(
         self, batch: Batch, metadata: StepMetadata, group: int, report: _Report
@@ -244,11 +282,19 @@ class Shadow:
                     seq=metadata.seqs[int(check.numbers[place])],
                     group=group,
                     position=int(check.positions[place]),
-                    block=int(slots[place]) // self._geometry.block_size,
+                    block=int(slots[place]) // self._block_rows(group),
                     expected=int(expected[place]),
                     found=int(found[place]),
                 )
             )
+
+    def _block_rows(self, group: int) -> int:
+        """Tags that a block has."""
+        return 1 if self._geometry.groups[group].recurrent else self._geometry.block_size
+
+    def _by_block(self, group: int) -> Tags:
+        """A group's tags, [num_blocks, tags of a block]: a view."""
+        return self.tags[group].reshape(-1, self._block_rows(group))
 
     def _remember(self, seqs: tuple[int, ...], tables: tuple[Ints, ...]) -> None:
         """Keep a step's tables by sequence; those not seen for long are dropped."""
