@@ -80,9 +80,12 @@ def missing(
 
 
 def as_used(table: Ints, metadata: StepMetadata, group: int) -> Ints:
-    """Tables [P, W] with the slots that the step read and wrote in their places."""
+    """Tables [P, W] with the slots that the step read and wrote in their places; a slot that is not
+    the table's where a piece uses two for the same block.
+    """
     used, size = table.copy(), metadata.geometry.block_size
-    on = np.flatnonzero(metadata.start > 0)
-    used[on, (metadata.start[on] - 1) // size] = metadata.state_reads[group, on]
     used[np.arange(len(used)), (metadata.end - 1) // size] = metadata.state_writes[group]
+    on = np.flatnonzero(metadata.start > 0)
+    read, index = metadata.state_reads[group, on], (metadata.start[on] - 1) // size
+    used[on, index] = np.where(read == table[on, index], used[on, index], read)
     return used
