@@ -74,6 +74,11 @@ class Redactor:
     def _header(self, record: Header) -> Header:
         if record.redacted:
             raise Unusable("the tape is redacted already")
+        if record.draft is not None:
+            raise Unusable(
+                "the tape has a draft model's pool, whose guesses this version cannot redact: "
+                "give away a tape of a server without --draft-model"
+            )
         if self._state is None:
             try:
                 self._state = self._new = new_state(record.geometry)

@@ -56,8 +56,8 @@ _MALFORMED = (
 )
 
 
-_ALONE = (b"\x09", b"\x0a")
-"""Numbers of Gap and Checkpoint, the second byte of their payloads (wire.py)."""
+_ALONE = (b"\x09", b"\x0a", b"\x0f", b"\x11")
+"""Numbers of Gap and of checkpoints, the second byte of their payloads (wire.py)."""
 
 
 class TapeEncoder:

@@ -22,6 +22,7 @@ from .packing_observation import (
     unpack_column,
     unpack_observation,
 )
+from .sequence import Sequence
 from .snapshot import decode_state
 from .tracker import Pieces, Tracker
 
@@ -159,13 +160,17 @@ def _unpack_arrived(tracker: Tracker, packed: wire.RequestArrived) -> rec.Record
 
 
 def _pack_header(tracker: Tracker, record: rec.Header) -> Struct:
-    tracker.header(record.geometry)
+    _follow_header(tracker, record)
     return wire.Header(record)
 
 
 def _unpack_header(tracker: Tracker, packed: wire.Header) -> rec.Record:
-    tracker.header(packed.header.geometry)
+    _follow_header(tracker, packed.header)
     return packed.header
+
+
+def _follow_header(tracker: Tracker, record: rec.Header) -> None:
+    tracker.header(record.geometry, None if record.draft is None else record.draft.geometry)
 
 
 def _pack_checkpoint(tracker: Tracker, record: rec.Checkpoint) -> Struct:
@@ -190,10 +195,11 @@ def _pack_checkpoint(tracker: Tracker, record: rec.Checkpoint) -> Struct:
         record.flush,
     )
     offered = tuple((it.request, it.first, it.end) for it in record.offered)
-    return wire.CheckpointOffered(packed, offered) if offered else packed
+    whole = wire.CheckpointOffered(packed, offered) if offered else packed
+    return whole if record.draft is None else wire.CheckpointDrafted(whole, record.draft)
 
 
-def _unpack_offered(tracker: Tracker, packed: wire.CheckpointOffered) -> rec.Record:
+def _unpack_offered(tracker: Tracker, packed: wire.CheckpointOffered) -> rec.Checkpoint:
     record = _unpack_checkpoint(tracker, packed.checkpoint)
     return structs.replace(record, offered=tuple(rec.BlocksOffered(*it) for it in packed.offered))
 
@@ -222,13 +228,42 @@ def _unpack_checkpoint(tracker: Tracker, packed: wire.Checkpoint) -> rec.Checkpo
     return record
 
 
+def _unpack_checkpoint_drafted(tracker: Tracker, packed: wire.CheckpointDrafted) -> rec.Checkpoint:
+    held: Any = packed.checkpoint
+    unpack = _unpack_offered if type(held) is wire.CheckpointOffered else _unpack_checkpoint
+    record = structs.replace(unpack(tracker, held), draft=packed.draft)
+    _follow_checkpoint(tracker, record)
+    return record
+
+
 def _follow_checkpoint(tracker: Tracker, record: rec.Checkpoint) -> None:
-    try:
-        sequences = list(decode_state(record.state).sequences.values())
-    except CodecError:
-        sequences = []
     streams = [(it.arrived.request, [*it.arrived.tokens, *it.output]) for it in record.requests]
-    tracker.checkpoint(streams, sequences)
+    tracker.checkpoint(streams, _sequences(record.state))
+    if tracker.draft is not None and record.draft is not None:
+        known = [(request, list(tokens)) for request, tokens in streams]
+        tracker.draft.checkpoint(known, _sequences(record.draft.state))
+
+
+def _sequences(state: bytes) -> list[Sequence]:
+    try:
+        return list(decode_state(state).sequences.values())
+    except CodecError:
+        return []
+
+
+def _draft_tracker(tracker: Tracker) -> Tracker:
+    if tracker.draft is None:
+        raise CodecError("it is of a draft model's pool, and the header names no draft model")
+    return tracker.draft
+
+
+def _pack_drafted(tracker: Tracker, record: rec.Drafted) -> Struct:
+    return wire.Drafted(pack_record(_draft_tracker(tracker), record.record))
+
+
+def _unpack_drafted(tracker: Tracker, packed: wire.Drafted) -> rec.Record:
+    record: Any = unpack_record(_draft_tracker(tracker), packed.record)
+    return rec.Drafted(record)
 
 
 def _pack_cancelled(tracker: Tracker, record: rec.RequestCancelled) -> Struct:
@@ -249,6 +284,7 @@ _RECORDS: dict[type[Struct], tuple[type[Struct], _RecordPacker, _RecordPacker]] 
     rec.StepPlanned: (wire.StepPlanned, _pack_planned, _unpack_planned),
     rec.StepDone: (wire.StepDone, _pack_done, _unpack_done),
     rec.StepFailed: (wire.StepFailed, _pack_failed, _unpack_failed),
+    rec.Drafted: (wire.Drafted, _pack_drafted, _unpack_drafted),
     rec.StepTimed: (wire.StepTimed, _pack_timed, _unpack_timed),
     rec.Checkpoint: (wire.Checkpoint, _pack_checkpoint, _unpack_checkpoint),
     rec.Finished: (
@@ -282,6 +318,7 @@ _UNPACKERS: dict[type[Struct], _RecordPacker] = {
     **{packed: unpack for packed, _, unpack in _RECORDS.values()},
     wire.StepScored: _unpack_scored,
     wire.CheckpointOffered: _unpack_offered,
+    wire.CheckpointDrafted: _unpack_checkpoint_drafted,
 }
 
 

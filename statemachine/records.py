@@ -94,13 +94,27 @@ class AdapterUsed(Struct, frozen=True, omit_defaults=True):
     path: str = ""
 
 
+class DraftModel(Struct, frozen=True, omit_defaults=True):
+    """A model that guesses ahead for the one that is served, and its pool (Drafted).
+
+    vocab_size: both models know the token ids below it.
+    """
+
+    model: str
+    digests: dict[str, str]
+    geometry: Geometry
+    capabilities: dict[str, bool | int | str]
+    layers: int = 0
+    vocab_size: int = 0
+
+
 class Header(Struct, frozen=True, tag=True, omit_defaults=True):
     """What ran: enough to run it again, and to refuse where that is not the same.
 
     created_ns: wall clock, the only time outside of StepTimed. digests: of weights, tokenizer and
     configuration, by name. policy, capabilities: the scheduler's settings and the model's limits.
     adapters: those of the start; later ones are in the namespaces of their requests only. kv_bits:
-    of a number in the pages, where rows are quantised; 0 where not.
+    of a number in the pages, where rows are quantised; 0 where not. draft: the model that guesses.
     """
 
     format: int
@@ -123,6 +137,7 @@ class Header(Struct, frozen=True, tag=True, omit_defaults=True):
     seeds: dict[str, int] = {}
     adapters: tuple[AdapterUsed, ...] = ()
     kv_bits: int = 0
+    draft: DraftModel | None = None
 
 
 class RequestArrived(Struct, frozen=True, tag=True, omit_defaults=True):
@@ -272,6 +287,16 @@ class StepTimed(Struct, frozen=True, tag=True, omit_defaults=True):
     parts_us: dict[str, int]
 
 
+class Drafted(Struct, frozen=True, tag=True):
+    """A record of the draft model's pool: a state machine of its own, whose steps are numbered
+    apart and whose sequences have the ids of the requests.
+
+    A round of its steps stands before the StepPlanned that may use its guesses: P1 P2 .. D1 D2 ..
+    """
+
+    record: StepPlanned | StepDone | StepFailed
+
+
 class Gap(Struct, frozen=True, tag=True, omit_defaults=True):
     """The disk was full: that many records are missing before this one; a Checkpoint follows."""
 
@@ -289,13 +314,26 @@ class RequestSnapshot(Struct, frozen=True, omit_defaults=True):
     passed: int = 0
 
 
+class DraftSnapshot(Struct, frozen=True, omit_defaults=True):
+    """The draft model's pool inside of a checkpoint.
+
+    step: its last one. guesses: by request, what was guessed since its last token. failures: steps
+    of it that failed in a row.
+    """
+
+    step: int
+    state: bytes
+    guesses: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    failures: int = 0
+
+
 class Checkpoint(Struct, frozen=True, tag=True, omit_defaults=True):
     """State and live requests, so that a reader can start here; `state` is the codec's bytes.
 
     requests: running ones in admission order, then the queue in its order. alone: sequences of a
     step that failed at build, still to be tried one by one. stuck: the queue's front cannot start.
     flush: FlushRequested came in and no step was planned since. offered: what waiting requests may
-    load.
+    load. draft: of the draft model, where there is one.
     """
 
     step: int
@@ -306,6 +344,7 @@ class Checkpoint(Struct, frozen=True, tag=True, omit_defaults=True):
     stuck: bool = False
     flush: bool = False
     offered: tuple[BlocksOffered, ...] = ()
+    draft: DraftSnapshot | None = None
 
 
 class TapeEnded(Struct, frozen=True, tag=True, omit_defaults=True):
@@ -328,4 +367,5 @@ Record = (
     | TapeEnded
     | FlushRequested
     | BlocksOffered
+    | Drafted
 )

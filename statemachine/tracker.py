@@ -41,7 +41,10 @@ class Pieces(Struct):
 
 
 class Tracker:
-    """See the module. Methods are named after the records and events that they follow."""
+    """See the module. Methods are named after the records and events that they follow.
+
+    draft: the same of the draft model's pool, where there is one.
+    """
 
     def __init__(self) -> None:
         self.groups: tuple[Group, ...] = ()
@@ -51,11 +54,15 @@ class Tracker:
         self._cursors: dict[int, Cursor] = {}
         self._waiting: dict[int, list[int]] = {}
         self._plan: Pieces | None = None
+        self.draft: Tracker | None = None
 
-    def header(self, geometry: Geometry) -> None:
-        """A tape or segment starts: nothing is known but the geometry."""
+    def header(self, geometry: Geometry, draft: Geometry | None = None) -> None:
+        """A tape or segment starts: nothing is known but the geometries."""
         self.__init__()  # type: ignore[misc]
         self.groups = geometry.groups
+        if draft is not None:
+            self.draft = Tracker()
+            self.draft.header(draft)
 
     def checkpoint(
         self, streams: Iterable[tuple[int, list[int]]], sequences: Iterable[Sequence]
@@ -72,9 +79,13 @@ class Tracker:
 
     def arrived(self, request: int, tokens: tuple[int, ...]) -> None:
         self._waiting[request] = list(tokens)
+        if self.draft is not None:
+            self.draft.arrived(request, tokens)
 
     def cancelled(self, request: int) -> None:
         self._waiting.pop(request, None)
+        if self.draft is not None:
+            self.draft.cancelled(request)
 
     def opened(self, seq: int) -> Cursor:
         """A new cursor; its stream is that of the request of the same id."""
@@ -194,6 +205,8 @@ class Tracker:
         cursor = self._cursors.pop(seq, None)
         if cursor is not None:
             cursor.offset = UNKNOWN
+        if self.draft is not None:
+            self.draft.cancelled(seq)
 
     def forked(self, seq: int, child: int) -> None:
         parent = self.cursor(seq)

@@ -243,6 +243,17 @@ class CheckpointOffered(Struct, frozen=True, array_like=True, tag=15):
     offered: tuple[tuple[int, int, int], ...]
 
 
+class CheckpointDrafted(Struct, frozen=True, array_like=True, tag=17):
+    """A Checkpoint with the pool of a draft model."""
+
+    checkpoint: Checkpoint | CheckpointOffered
+    draft: rec.DraftSnapshot
+
+
+class Drafted(Struct, frozen=True, array_like=True, tag=16):
+    record: StepPlanned | StepDone | StepScored | StepFailed
+
+
 RequestCancelled = _plain(rec.RequestCancelled, 3)
 Finished = _plain(rec.Finished, 4)
 Gap = _plain(rec.Gap, 9)
@@ -252,4 +263,4 @@ BlocksOffered = _plain(rec.BlocksOffered, 14)
 
 WireRecord: Any = Header | RequestArrived | RequestCancelled | Finished | StepPlanned | StepDone
 WireRecord |= StepFailed | StepTimed | Gap | Checkpoint | TapeEnded | FlushRequested | StepScored
-WireRecord |= BlocksOffered | CheckpointOffered
+WireRecord |= BlocksOffered | CheckpointOffered | Drafted | CheckpointDrafted

@@ -29,7 +29,9 @@ from statemachine.state import State, new_state
 from statemachine.transitions import apply_all
 
 GEOMETRY = Geometry(4, (Group("full", 64), Group("window", 64, window=6, sink=1)))
-HEADER = rec.Header(1, "mlxtape 0", 5, "m", {"weights": "d"}, GEOMETRY, {"max": 3}, {"pad": True})
+PLAIN = rec.Header(1, "mlxtape 0", 5, "m", {"weights": "d"}, GEOMETRY, {"max": 3}, {"pad": True})
+DRAFT = rec.DraftModel("small", {"weights": "s"}, Geometry(4, (Group("full", 9),)), {"pad": True})
+HEADER = structs.replace(PLAIN, draft=DRAFT)
 
 small = st.integers(0, 6)
 ids = st.one_of(small, st.integers(0, 2**64 - 1), st.integers(-(2**63), 0))
@@ -78,6 +80,14 @@ _BY_HINT[tuple[rec.RequestSnapshot, ...]] = st.lists(_any(rec.RequestSnapshot), 
 )
 _BY_HINT[tuple[rec.AdapterUsed, ...]] = st.lists(_any(rec.AdapterUsed), max_size=2).map(tuple)
 _BY_HINT[tuple[rec.BlocksOffered, ...]] = st.lists(_any(rec.BlocksOffered), max_size=2).map(tuple)
+_BY_HINT[rec.DraftModel | None] = st.just(DRAFT)
+_BY_HINT[tuple[tuple[int, tuple[int, ...]], ...]] = st.lists(
+    st.tuples(ids, some_ids), max_size=2
+).map(tuple)
+_BY_HINT[rec.DraftSnapshot | None] = st.none() | _any(rec.DraftSnapshot)
+_BY_HINT[rec.StepPlanned | rec.StepDone | rec.StepFailed] = st.one_of(
+    [_any(kind) for kind in (rec.StepPlanned, rec.StepDone, rec.StepFailed)]
+)
 any_record = st.one_of([_any(kind) for kind in rec.Record.__args__]).map(
     lambda it: structs.replace(it, format=1) if isinstance(it, rec.Header) else it
 )
@@ -217,6 +227,28 @@ def test_a_run_that_differs_from_what_is_expected_anywhere_comes_back_equal(
             done = structs.replace(done, observation=seen)
         records[place] = done
     assert decode(encode(*records)) == records
+
+
+def test_a_record_of_a_draft_models_pool_is_refused_where_the_header_names_none() -> None:
+    drafted = rec.Drafted(rec.StepPlanned(1, (ev.Opened(0),), 5))
+    with pytest.raises(CodecError, match="the header names no draft model"):
+        encode(PLAIN, drafted)
+    assert decode(encode(HEADER, drafted)) == [HEADER, drafted]
+
+
+def test_the_prompt_that_a_draft_model_reads_is_not_written_again() -> None:
+    prompt = tuple(range(30_000, 30_050))
+    records = [
+        HEADER,
+        rec.RequestArrived(0, "", prompt, rec.Parameters(4)),
+        rec.Drafted(
+            rec.StepPlanned(1, (ev.Opened(0), ev.Appended(0, 1, 50, prompt, ((1,),), "prompt")), 0)
+        ),
+        rec.StepPlanned(1, (ev.Opened(0), ev.Appended(0, 1, 50, prompt, ((1,),), "prompt")), 0),
+    ]
+    data = encode(*records)
+    assert decode(data) == records
+    assert data.count(struct.pack("<H", 30_001)) == 1
 
 
 def test_the_token_of_a_lookahead_row_is_not_written_again_when_it_is_committed() -> None:

@@ -383,7 +383,7 @@ KNOWN = {
     "score_from embed",
     Header: "format software created_ns model digests geometry policy capabilities device blas "
     "sanitize context_tokens layers rank world segment redacted seeds adapters "
-    "kv_bits",
+    "kv_bits draft",
     rec.AdapterUsed: "name digest path",
     RequestArrived: "request external_id tokens parameters namespace parent",
     rec.RequestCancelled: "request reason",
@@ -400,7 +400,7 @@ KNOWN = {
     rec.StepTimed: "step parts_us",
     Gap: "records reason",
     rec.RequestSnapshot: "arrived output running cached_tokens passed",
-    Checkpoint: "step state requests digest alone stuck flush offered",
+    Checkpoint: "step state requests digest alone stuck flush offered draft",
     rec.BlocksOffered: "request first end",
     rec.TapeEnded: "steps",
     Namespace: "adapter version salt",
