@@ -4,6 +4,8 @@ Owns the function that stands in place of mlx-lm's `scaled_dot_product_attention
 arithmetic behind it. Reads the pages only, first chunks too, so that a layer's writes are
 always evaluated. Knows no sequence: rows, slots and masks come from the step's context.
 
+It also owns how models count positions on by numpy, for which they would have to be numbers.
+
 Shapes: T rows; B pieces of n rows in a bucket; S keys; H query heads, each R = H / KV of them
 sharing a K/V head. Scores are in powers of two: log2(e) goes into the scale.
 """
@@ -15,9 +17,10 @@ from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.models import base
 
-from .caches import HandleMisused, KeyHandle, MaskHandle
+from .caches import HandleMisused, KeyHandle, MaskHandle, Positions, ScoresHandle
 from .context import StepContext
 from .fastmath import EXPONENT_MIN, LOG2E, exp2
 from .paged_attention import Layer
@@ -43,6 +46,8 @@ def dispatch(
     if not isinstance(keys, KeyHandle):
         return ORIGINAL(queries, keys, values, cache, scale, mask, sinks)
     layer = keys.paged_cache
+    if isinstance(mask, ScoresHandle):
+        return _latent(queries, keys, values, scale, mask, sinks)
     if mask is not None and not isinstance(mask, MaskHandle):
         raise HandleMisused(f"layer {layer.layer} brings a mask of its own; pages cannot honour it")
     asked = None if mask is None else mask.window
@@ -54,11 +59,49 @@ def dispatch(
     return attend(context, layer.group, queries, key_pages, value_pages, scale, sinks, layer.codes)
 
 
+def _latent(
+    queries: mx.array,
+    keys: KeyHandle,
+    values: Any,
+    scale: float,
+    scores: ScoresHandle,
+    sinks: mx.array | None,
+) -> mx.array:
+    """Attention of a model that keeps compressed rows: the keys are the values as well, and to
+    their scores those of what stands in the values' pages are added.
+    """
+    layer = keys.paged_cache
+    if values is not keys:
+        raise HandleMisused(f"layer {layer.layer} adds scores to values that are not its keys")
+    context, key_pages, value_pages = layer.read(keys, scores.values)
+    if context.tables is not None:
+        raise HandleMisused(f"layer {layer.layer} adds scores, which no kernel does")
+    wide = [queries.astype(mx.float32) * scale, scores.queries.astype(mx.float32)]
+    both, pages = mx.concatenate(wide, axis=-1), (key_pages, value_pages)
+    out = attend(context, layer.group, both, *pages, 1.0, sinks, layer.codes, latent=True)
+    return out.astype(queries.dtype)
+
+
+class _Numpy:
+    """numpy, as model modules see it."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(np, name)
+
+    def arange(self, start: Any, *rest: Any, **named: Any) -> Any:
+        """Counted on from the positions of packed rows, [T], it is each one's own: [T, 1]."""
+        if isinstance(start, Positions) and len(rest) == 1 and not named:
+            return start[:, None]
+        return np.arange(start, *rest, **named)
+
+
 def install() -> tuple[ModuleType, ...]:
     """Put `dispatch` in place in every loaded model module but base; returns those that have it."""
     modules = patchable()
     for module in modules:
         setattr(module, SEAM, dispatch)
+        if getattr(module, "np", None) is np:
+            setattr(module, "np", _Numpy())  # noqa: B010 - a module has no such attribute to mypy
     return modules
 
 
@@ -81,17 +124,20 @@ def attend(
     scale: float,
     sinks: mx.array | None = None,
     codes: Codes | None = None,
+    *,
+    latent: bool = False,
 ) -> mx.array:
     """Each row of `queries` [T, H, 1, dim] over what its piece may read: [T, H, 1, value dim].
 
     sinks: [H], scores of a key that every query sees and that has no value. codes: what the words
-    of quantised pages mean.
+    of quantised pages mean. latent: what the pages keep as K is the values; keys are K beside V.
     """
     rows = queries.squeeze(2).astype(mx.float32) * (scale * LOG2E)
     if sinks is not None:
         sinks = sinks.astype(mx.float32) * LOG2E
+    pages = (key_pages, value_pages)
     parts = [
-        _attend_bucket(context, number, group, rows, (key_pages, value_pages), sinks, codes)
+        _attend_bucket(context, number, group, rows, pages, sinks, codes, latent)
         for number in range(len(context.buckets))
     ]
     out = parts[0] if len(parts) == 1 else mx.concatenate(parts)
@@ -108,6 +154,7 @@ def _attend_bucket(
     pages: tuple[mx.array, mx.array],
     sinks: mx.array | None,
     codes: Codes | None,
+    latent: bool,
 ) -> mx.array:
     """One bucket: queries [T, H, dim] in, [B * n, H, value dim] out."""
     bucket = context.buckets[number]
@@ -123,6 +170,8 @@ def _attend_bucket(
     keys, values = (
         _gather(it, index, code) for it, code in zip(pages, codes or (None, None), strict=True)
     )
+    if latent:
+        keys, values = mx.concatenate([keys, values], axis=-1), keys
     outs = []
     for place, tile in enumerate(bucket.views[group].tiles):
         part = mine[:, tile.begin : tile.end].transpose(0, 2, 3, 1, 4)

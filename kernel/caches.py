@@ -4,6 +4,11 @@ Owns the seam between a layer and the pages: counts what the layer does with its
 length: `offset` is the step's positions. What a layer gets for its K and V is a handle, not an
 array; attention.py's dispatch is the only one who can do anything with it. A mask that names a
 window is a handle too: which layers have that window is known by who brings it to the dispatch.
+
+Some models keep a compressed row in place of a key and the part of it that knows its position in
+place of a value. They make scores of the second, `queries @ values.swapaxes(-1, -2)`, hand these
+on as a mask, and attend over the first, which is key and value at once. So values can be turned,
+and the product of what was turned is a handle again: it is not computed before its rows are known.
 """
 
 from __future__ import annotations
@@ -19,6 +24,10 @@ from .pages import Codes, PageStep
 
 class HandleMisused(Exception):
     """A model used its cache, or what the cache returned, in a way that pages cannot serve."""
+
+
+class Positions(mx.array):
+    """Where the batch's rows stand: an array that can be told from others."""
 
 
 class PagedCache:
@@ -74,10 +83,10 @@ class PagedCache:
         )
 
     @property
-    def offset(self) -> mx.array:
+    def offset(self) -> Positions:
         """RoPE positions of the batch's rows: [T] int32."""
         self._offset_reads += 1
-        return self._use().offset
+        return Positions(self._use().offset)
 
     def make_mask(
         self, rows: int, return_array: bool = False, window_size: int | None = None
@@ -109,7 +118,7 @@ class PagedCache:
         self._rows = (keys.squeeze(2), values.squeeze(2))
         if not self._in_place:
             pages.write(self.layer, context.write_index(self.group), *self._rows)
-        self._handles = (KeyHandle(self, keys.dtype), ValueHandle(self, values.dtype))
+        self._handles = (KeyHandle(self, keys), ValueHandle(self, values))
         return self._handles
 
     def keys_and_values(self) -> tuple[KeyHandle, ValueHandle]:
@@ -123,6 +132,15 @@ class PagedCache:
         """The step's own K and V, [T, heads, dim], as they were made."""
         assert self._rows is not None
         return self._rows
+
+    @property
+    def seen_rows(self) -> mx.array:
+        """How many rows each of the batch's sees, [T] int32, where it sees all before it."""
+        if self.own:
+            raise HandleMisused(
+                f"this model counts the keys of layer {self.layer}, which are those of a window"
+            )
+        return self.offset + 1
 
     @property
     def _in_place(self) -> bool:
@@ -193,11 +211,20 @@ class _Handle:
 
 
 class _Rows(_Handle):
-    __slots__ = ("dtype",)
+    __slots__ = ("_heads", "_width", "dtype")
 
-    def __init__(self, paged_cache: PagedCache, dtype: mx.Dtype) -> None:
+    def __init__(self, paged_cache: PagedCache, rows: mx.array) -> None:
         super().__init__(paged_cache)
-        self.dtype = dtype
+        self.dtype = rows.dtype
+        _, self._heads, _, self._width = rows.shape
+
+    @property
+    def shape(self) -> tuple[mx.array | int, ...]:
+        """As of an array of all rows that are seen, of which each of the batch's sees as many as
+        stand before it, and itself: layers without a cache tell their positions from that.
+        """
+        seen = self.paged_cache.seen_rows
+        return (seen.shape[0], self._heads, seen, self._width)
 
     def astype(self, dtype: mx.Dtype) -> Any:
         """Attention over pages computes in float32, so a cast to it is what happens anyway."""
@@ -219,6 +246,39 @@ class ValueHandle(_Rows):
     __slots__ = ()
     what = "values"
 
+    def swapaxes(self, one: int, other: int) -> TurnedValues:
+        """The values as the right side of a product of matrices."""
+        if {one, other} not in ({-1, -2}, {2, 3}):
+            self.__getattr__("swapaxes")
+        return TurnedValues(self)
+
+
+class TurnedValues(mx.array):
+    """Values [T, heads, dim, keys], to be multiplied with from the left.
+
+    An array to MLX, whose products take nothing else on their right; one NaN, so that whatever else
+    is computed of it is nothing that a probe could take for right.
+    """
+
+    def __init__(self, values: ValueHandle) -> None:
+        super().__init__(float("nan"))
+        object.__setattr__(self, "values", values)
+
+    def __getattribute__(self, name: str) -> NoReturn:
+        _values_or_self(self).__getattr__(name)
+
+
+class ScoresHandle(_Handle):
+    """What a layer gets in place of the scores `queries` [T, H, 1, dim] give a layer's values."""
+
+    __slots__ = ("queries", "values")
+    what = "scores"
+
+    def __init__(self, values: ValueHandle, queries: mx.array) -> None:
+        super().__init__(values.paged_cache)
+        self.values = values
+        self.queries = queries
+
 
 class MaskHandle(_Handle):
     """What a layer gets in place of a mask that shows the last `window` rows."""
@@ -231,9 +291,17 @@ class MaskHandle(_Handle):
         self.window = window
 
 
+def _values_or_self(handle: Any) -> _Handle:
+    """The handle that says what is refused."""
+    values: _Handle = (
+        object.__getattribute__(handle, "values") if type(handle) is TurnedValues else handle
+    )
+    return values
+
+
 def _refuse(name: str) -> Any:
-    def refuse(self: _Handle, *_: object) -> NoReturn:
-        self.__getattr__(name)
+    def refuse(self: Any, *_: object) -> NoReturn:
+        _values_or_self(self).__getattr__(name)
 
     return refuse
 
@@ -243,3 +311,13 @@ _OTHER = ["lt", "le", "gt", "ge", "eq", "ne", "neg", "pos", "abs", "invert", "ge
 _ASKED = ["len", "iter", "contains", "bool", "int", "float", "index", "array"]
 for _name in (*_BINARY, *(f"r{_name}" for _name in _BINARY), *_OTHER, *_ASKED):
     setattr(_Handle, f"__{_name}__", _refuse(f"__{_name}__"))
+    setattr(TurnedValues, f"__{_name}__", _refuse(f"__{_name}__"))
+
+
+def _scores(turned: TurnedValues, queries: mx.array) -> ScoresHandle:
+    values = _values_or_self(turned)
+    assert isinstance(values, ValueHandle)
+    return ScoresHandle(values, queries)
+
+
+setattr(TurnedValues, "__rmatmul__", _scores)  # noqa: B010 - the one product that is allowed

@@ -156,7 +156,7 @@ def rows(heads: int = 2) -> mx.array:
 
 
 MISUSES: dict[str, Any] = {
-    "shape": lambda keys, values: keys.shape,
+    "size": lambda keys, values: keys.size,
     "cast": lambda keys, values: values.astype(mx.bfloat16),
     "left product": lambda keys, values: keys @ rows(),
     "sum": lambda keys, values: values + 1,
