@@ -21,8 +21,11 @@ from .split import Body
 class GatheredCache:
     """The cache of one layer. `bind` it to one call of a step, `release` it after the last.
 
-    window_max: no window that a mask names is wider; only a probe narrows them.
+    window_max: no window that a mask names is wider; only a probe narrows them. start_position:
+    what models of chunks call the position of the first row that is fetched.
     """
+
+    start_position = 0
 
     def __init__(self, layer: int | None, group: int, mask_dims: int, window_max: int) -> None:
         self.layer = layer
@@ -47,6 +50,9 @@ class GatheredCache:
     def release(self) -> None:
         """End a step, failed or not: hold no page array any more."""
         self._context = self._pages = self._fetched = self.keys = self.values = None
+
+    def maybe_trim_front(self) -> None:
+        """Models of chunks ask for it; nothing is, for they mask the chunks that they left."""
 
     @property
     def fetched(self) -> tuple[mx.array, ...]:

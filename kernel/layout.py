@@ -11,7 +11,13 @@ from typing import Any
 
 import mlx.core as mx
 from attrs import evolve, frozen
-from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import (
+    CacheList,
+    ChunkedKVCache,
+    KVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
 
 from statemachine.events import Namespace
 from statemachine.geometry import FULL, WINDOW, Geometry, Group
@@ -146,7 +152,7 @@ def _slots(caches: list[Any]) -> Slots:
 
 
 def _kind(number: int, cache: Any) -> LayerKind:
-    if type(cache) is KVCache:
+    if type(cache) in (KVCache, ChunkedKVCache):
         return LayerKind()
     if type(cache) is RotatingKVCache:
         return LayerKind(cache.max_size - cache.keep, cache.keep)
