@@ -15,6 +15,8 @@ import numpy as np
 import numpy.typing as npt
 from attrs import frozen
 
+from statemachine.geometry import has_state
+
 from .metadata import BadBatch, Ints, Longs, StepMetadata
 
 Floats = npt.NDArray[np.float32]
@@ -70,12 +72,22 @@ class Bucket:
     views: Mapping[int, View]
     contiguous: bool
 
+    def pieces(self, metadata: StepMetadata) -> Longs:
+        """Numbers of its pieces: [B]."""
+        return np.searchsorted(metadata.first, self.rows[:, 0], side="right") - 1
+
 
 def group_rows(metadata: StepMetadata, alone: bool = False) -> tuple[Bucket, ...]:
     """Every row of the batch in exactly one bucket, a bucket for each piece where they stand
-    `alone`. BadBatch where a row read has no block.
+    `alone`. BadBatch where a row read has no block. Where states go from row to row only single
+    rows share one, of sequences that go on.
     """
-    parts = np.arange(len(metadata.rows))[:, None] if alone else _partition(metadata)
+    if alone:
+        parts = list(np.arange(len(metadata.rows))[:, None])
+    elif has_state(metadata.geometry):
+        parts = _single_rows(metadata)
+    else:
+        parts = _partition(metadata)
     return tuple(_bucket(metadata, pieces) for pieces in parts)
 
 
@@ -96,6 +108,14 @@ def _partition(metadata: StepMetadata) -> list[Longs]:
         else:
             parts.extend(_like_lengths(pieces, metadata.end[pieces]))
     return parts
+
+
+def _single_rows(metadata: StepMetadata) -> list[Longs]:
+    """Piece numbers of each bucket: single rows together, all others and first ones alone."""
+    together = (metadata.rows == 1) & (metadata.start > 0)
+    parts: list[Longs] = list(np.flatnonzero(~together)[:, None])
+    single = np.flatnonzero(together)
+    return parts + (_like_lengths(single, metadata.end[single]) if len(single) else [])
 
 
 def _like_lengths(pieces: Longs, lengths: Longs) -> list[Longs]:

@@ -10,17 +10,31 @@ from collections.abc import Mapping
 from typing import Any
 
 from attrs import evolve, frozen
+from mlx_lm.models.cache import make_prompt_cache
 
-from statemachine.geometry import OPAQUE, WINDOW, Group
+from statemachine.geometry import OPAQUE, RECURRENT, WINDOW, Group
 
 from .caches import HandleMisused
 from .errors import ModelError
-from .layout import ALONE, GATHERED, GROUPED, PACKED, Layout, look
+from .layout import (
+    ALONE,
+    GATHERED,
+    GROUPED,
+    PACKED,
+    SPLIT,
+    Layout,
+    Way,
+    keeps_state,
+    look,
+    opened,
+)
 from .pages import LayerShape
 from .probe import References, probe
 
 WAYS = (PACKED, GATHERED, GROUPED, ALONE)
 """Ways over pages, the best first."""
+STATE_WAYS = (SPLIT, ALONE)
+"""Those of a model that keeps states from row to row."""
 
 
 @frozen
@@ -95,7 +109,8 @@ def family_of(model: Any) -> Family:
     """
     references = References(model)
     reasons: dict[str, str] = {}
-    for way in WAYS:
+    ways = _ways(model)
+    for way in ways:
         try:
             layout = probe(model, look(model, way), references)
         except (ModelError, HandleMisused) as error:
@@ -104,8 +119,13 @@ def family_of(model: Any) -> Family:
             text = " ".join(str(error).split()).split(". ")[0]
             reasons.setdefault(way.name, f"{type(error).__name__}: {text}"[:200])
         else:
-            return Family(layout, _because(f"{way.name} over pages", reasons))
-    return Family(None, _because("over caches of its own", reasons))
+            where = "pages and states in slots" if layout.states else "pages"
+            return Family(layout, _because(f"{way.name} over {where}", ways, reasons))
+    return Family(None, _because("over caches of its own", ways, reasons))
+
+
+def _ways(model: Any) -> tuple[Way, ...]:
+    return STATE_WAYS if any(map(keeps_state, opened(make_prompt_cache(model)))) else WAYS
 
 
 def layout_of(model: Any, flags: Mapping[str, bool | int | str]) -> Layout:
@@ -113,18 +133,18 @@ def layout_of(model: Any, flags: Mapping[str, bool | int | str]) -> Layout:
     theirs is packed. Raises ModelError.
     """
     name = flags.get("way", PACKED.name)
-    way = next((way for way in WAYS if way.name == name), None)
+    way = next((way for way in (*WAYS, *STATE_WAYS) if way.name == name), None)
     if way is None:
         raise ModelError(f"{name!r} is no way over pages that is known here")
     return evolve(look(model, way), split=bool(flags.get("split", True)))
 
 
-def _because(how: str, reasons: dict[str, str]) -> str:
+def _because(how: str, tried: tuple[Way, ...], reasons: dict[str, str]) -> str:
     """How a model is served, and why in no better way."""
     ways: dict[str, list[str]] = {}
     for way, reason in reasons.items():
         ways.setdefault(reason, []).append(way)
-    every = list(dict.fromkeys(way.name for way in WAYS))
+    every = [way.name for way in tried]
     why = [
         f"not {'over pages' if names == every else ' or '.join(names)}: {reason}"
         for reason, names in ways.items()
@@ -157,9 +177,17 @@ OWNED = Capabilities(
     snapshot=Capability(False, "what the model's own caches hold is known to it alone"),
 )
 NO_STATE = Capability(False, "all rows are in pages: there is no other state to keep")
+STATE = Capabilities(
+    batch=Capability(True, "decode rows go through the model together, prompts one by one"),
+    pad=Capability(False, "recurrent state: what pad rows do to it cannot be taken back"),
+    rewind=Capability(False, "recurrent state: no rewind without a snapshot"),
+    share=Capability(True, "recurrent state: shared at edges of blocks, where it was kept"),
+    snapshot=Capability(True, "recurrent state: the slot of a full block is kept at its edge"),
+)
 BATCH = {
     PACKED.name: "all rows of a step go through the model in one call",
     GROUPED.name: "decode rows go through the model together, prompts one by one",
+    SPLIT.name: "decode rows go through the model together, prompts one by one",
     GATHERED.name: "decode rows go through the model together, prompts one by one",
     ALONE.name: "every sequence of a step goes through the model in a call of its own",
 }
@@ -171,6 +199,8 @@ def capabilities_of(groups: tuple[Group, ...], way: str = PACKED.name) -> Capabi
     if any(group.kind == OPAQUE for group in groups):
         return OWNED
     batch = Capability(True, BATCH[way])
+    if any(group.kind == RECURRENT for group in groups):
+        return evolve(STATE, batch=batch)
     windows = sorted({group.window for group in groups if group.kind == WINDOW})
     if not windows:
         return Capabilities(

@@ -7,6 +7,8 @@ one. Keeps no length and patches nothing: masks are arrays made of the step's me
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 
 from .caches import HandleMisused
@@ -15,6 +17,7 @@ from .layout import Layout, as_taken, leaves
 from .metadata import CacheUse, StepMetadata
 from .pages import PageStep
 from .quantised import Code
+from .recurrent import StateCache
 from .split import Body
 
 
@@ -150,6 +153,7 @@ class GatheredCalls:
                 window_max,
             )
             for slot in leaves(layout.slots)
+            if slot.state is None
         ]
 
     def run(
@@ -158,15 +162,20 @@ class GatheredCalls:
         """What leaves the body, [T, 1, D], and what each layer's cache counted."""
         outs: list[mx.array] = []
         uses: dict[int, list[CacheUse]] = {}
+        states = pages.states
+        if states is not None:
+            states.read(context.metadata)
         try:
             for number in range(len(context.buckets)):
                 for cache in self._caches:
                     cache.bind(context, pages, number)
-                rows = context.buckets[number].rows
+                bucket = context.buckets[number]
+                rows = bucket.rows
+                pieces = bucket.pieces(context.metadata)
+                kept = [] if states is None else states.caches(pieces)
                 tokens = context.tokens[context.query_rows(number)].reshape(rows.shape)
-                caches = as_taken(self._layout.slots, self._caches)
                 with context.serving.rows(rows):
-                    out = body(tokens, cache=caches)
+                    out = body(tokens, cache=self._taken(kept))
                 # A model need not use all that it writes, and what nothing uses piles up unwritten.
                 fetched = [array for cache in self._caches for array in cache.fetched]
                 (out,) = mx.depends([out.reshape(rows.size, 1, *out.shape[2:])], fetched)
@@ -174,6 +183,13 @@ class GatheredCalls:
                 for cache in self._caches:
                     if cache.layer is not None:
                         uses.setdefault(cache.layer, []).append(cache.used(context.metadata))
+                for place, state in enumerate(kept, len(self._layout.kinds)):
+                    if (use := state.used(rows.size)) is not None:
+                        uses.setdefault(place, []).append(use)
+                if states is not None:
+                    states.put(pieces, kept)
+            if states is not None:
+                states.finish(context.metadata)
         finally:
             for cache in self._caches:
                 cache.release()
@@ -181,6 +197,13 @@ class GatheredCalls:
         if context.order is not None:
             hidden = hidden[context.order]
         return hidden, [_over_calls(uses[layer]) for layer in sorted(uses)]
+
+    def _taken(self, states: list[StateCache]) -> list[Any]:
+        """All caches as the model takes them."""
+        rest, kept = iter(self._caches), iter(states)
+        slots = self._layout.slots
+        held = [next(rest if slot.state is None else kept) for slot in leaves(slots)]
+        return as_taken(slots, held)
 
 
 def _gather(pages: mx.array, index: mx.array, code: Code | None) -> mx.array:

@@ -7,11 +7,14 @@ never computed. Knows no architecture by its name, and decides nothing about how
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 import mlx.core as mx
 from attrs import evolve, frozen
 from mlx_lm.models.cache import (
+    ArraysCache,
     CacheList,
     ChunkedKVCache,
     KVCache,
@@ -20,7 +23,7 @@ from mlx_lm.models.cache import (
 )
 
 from statemachine.events import Namespace
-from statemachine.geometry import FULL, WINDOW, Geometry, Group
+from statemachine.geometry import FULL, RECURRENT, WINDOW, Geometry, Group
 from statemachine.sequence import Sequence
 
 from . import attention
@@ -30,9 +33,12 @@ from .context import StepContext
 from .errors import ModelError
 from .metadata import build
 from .pages import LayerShape, PageStep
+from .recurrent import ArrayKind, StateKind, slot_bytes
 
 ROWS = 2
 """Tokens of the forward that is looked at."""
+LOOKS_MAX = 16
+"""Forwards after which states must have come to their shapes: some are windows that fill up."""
 
 
 @frozen
@@ -49,8 +55,9 @@ class Way:
 
     packed: all rows of a step at once, [T, 1], attention put in place of mlx-lm's. Otherwise K and
     V are gathered for the model's own attention: decode rows of like lengths together, [B, 1],
-    prompts one by one, [1, L]. mask_dims: dimensions of the masks of several sequences. alone:
-    never several sequences in a call.
+    prompts one by one, [1, L]. split: the same of models that keep states too, which go from row to
+    row: no two sequences share a call unless each has one row. mask_dims: dimensions of the masks
+    of several sequences. alone: never several sequences in a call.
     """
 
     name: str
@@ -62,17 +69,20 @@ class Way:
 PACKED = Way("packed", packed=True)
 GATHERED = Way("gathered")
 GROUPED = Way("grouped", mask_dims=5)
+SPLIT = Way("split")
 ALONE = Way("alone", alone=True)
 
 
 @frozen
 class Slot:
     """One cache of the model's. layer: the number of its page arrays, or None where the model
-    never writes it. kind: what mlx-lm's cache in this place keeps.
+    never writes it. kind: what mlx-lm's cache in this place keeps. state: the number of its state,
+    of a cache that has no rows.
     """
 
     layer: int | None
     kind: LayerKind
+    state: int | None = None
 
 
 Slots = tuple[Slot | tuple[Slot, ...], ...]
@@ -82,7 +92,8 @@ Slots = tuple[Slot | tuple[Slot, ...], ...]
 class Layout:
     """slots: the model's caches as it takes them, lists among them. kinds and shapes: one for each
     layer, in the order of the caches. reads: layers that ask their cache for its offset.
-    vocab_size: the width of the logits. split: whether logits can be made for few rows.
+    vocab_size: the width of the logits. split: whether logits can be made for few rows. states: of
+    the caches that keep one, in their order; all of a sequence's are in one slot.
     """
 
     way: Way
@@ -92,15 +103,25 @@ class Layout:
     reads: frozenset[int]
     vocab_size: int
     split: bool = True
+    states: tuple[StateKind, ...] = ()
 
-    def groups(self, num_blocks: int) -> tuple[Group, ...]:
-        """Groups of `num_blocks` blocks each, in the order in which layers first need them."""
-        return tuple(
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot: what all caches without rows keep of a sequence."""
+        return slot_bytes(self.states)
+
+    def groups(self, num_blocks: int, num_slots: int | None = None) -> tuple[Group, ...]:
+        """Groups of `num_blocks` blocks each, in the order in which layers first need them; then
+        one of `num_slots` slots (as many as blocks, if nothing is said) where there are states.
+        """
+        slots = num_blocks if num_slots is None else num_slots
+        paged = (
             Group(WINDOW, num_blocks, kind.window, kind.sink)
             if kind.window
             else Group(FULL, num_blocks)
             for kind in _distinct(self.kinds)
         )
+        return (*paged, Group(RECURRENT, slots)) if self.states else tuple(paged)
 
 
 def look(model: Any, way: Way = PACKED) -> Layout:
@@ -110,9 +131,13 @@ def look(model: Any, way: Way = PACKED) -> Layout:
     attention.install()
     caches = make_prompt_cache(model)
     slots = _slots(caches)
+    if way.packed and any(slot.state is not None for slot in leaves(slots)):
+        raise ModelError("it keeps states that go from row to row, and packed rows stand alone")
     logits = model(mx.zeros((1, ROWS), mx.int32), cache=caches)
+    states = _states(model, caches)
     slots, kinds, shapes = _written(slots, caches)
-    layout = Layout(way, slots, kinds, shapes, frozenset(), int(logits.shape[-1]))
+    vocab = int(logits.shape[-1])
+    layout = Layout(way, slots, kinds, shapes, frozenset(), vocab, states=states)
     return _packed(model, layout) if way.packed else _grouped(layout, kinds, frozenset())
 
 
@@ -142,13 +167,57 @@ def as_taken(slots: Slots, caches: list[Any]) -> list[Any]:
 
 def _slots(caches: list[Any]) -> Slots:
     """One for each of the model's caches; which are written is not known yet."""
+    states = count()
     slots: list[Slot | tuple[Slot, ...]] = []
     for number, cache in enumerate(caches):
         if type(cache) is CacheList:
-            slots.append(tuple(Slot(None, _kind(number, inner)) for inner in cache.caches))
+            slots.append(tuple(_slot(number, inner, states) for inner in cache.caches))
         else:
-            slots.append(Slot(None, _kind(number, cache)))
+            slots.append(_slot(number, cache, states))
     return tuple(slots)
+
+
+def _slot(number: int, cache: Any, states: Iterator[int]) -> Slot:
+    if keeps_state(cache):
+        return Slot(None, LayerKind(), next(states))
+    return Slot(None, _kind(number, cache))
+
+
+def keeps_state(cache: Any) -> bool:
+    """Whether what a cache holds is behind the last row, not of each row."""
+    return type(cache) is ArraysCache
+
+
+def _states(model: Any, caches: list[Any]) -> tuple[StateKind, ...]:
+    """What each state is, once it has its shape: caches go on until nothing changes any more."""
+    kept = [cache for cache in opened(caches) if keeps_state(cache)]
+    seen = _state_kinds(kept)
+    for _ in range(LOOKS_MAX if kept else 0):
+        before = seen
+        model(mx.zeros((1, ROWS), mx.int32), cache=caches)
+        seen = _state_kinds(kept)
+        if seen == before:
+            return seen
+    if kept:
+        raise ModelError("it keeps states that grow with every row")
+    return ()
+
+
+def _state_kinds(kept: list[Any]) -> tuple[StateKind, ...]:
+    return tuple(StateKind(tuple(map(_array_kind, cache.cache))) for cache in kept)
+
+
+def _array_kind(array: mx.array | None) -> ArrayKind | None:
+    if array is None:
+        return None
+    if not array.ndim or array.shape[0] != 1:
+        raise ModelError(f"it keeps a state {array.shape}, whose first axis counts no sequences")
+    return ArrayKind(tuple(array.shape[1:]), array.dtype)
+
+
+def opened(caches: list[Any]) -> list[Any]:
+    """mlx-lm's caches, lists of them opened up."""
+    return [one for cache in caches for one in getattr(cache, "caches", (cache,))]
 
 
 def _kind(number: int, cache: Any) -> LayerKind:
@@ -164,12 +233,11 @@ def _written(
     slots: Slots, caches: list[Any]
 ) -> tuple[Slots, tuple[LayerKind, ...], tuple[LayerShape, ...]]:
     """The caches that a forward wrote are the layers: numbered, with their kinds and shapes."""
-    held = [one for cache in caches for one in getattr(cache, "caches", (cache,))]
     filled: list[Slot] = []
     kinds: list[LayerKind] = []
     shapes: list[LayerShape] = []
-    for slot, cache in zip(leaves(slots), held, strict=True):
-        if cache.keys is None:
+    for slot, cache in zip(leaves(slots), opened(caches), strict=True):
+        if slot.state is not None or cache.keys is None:
             filled.append(slot)
             continue
         filled.append(evolve(slot, layer=len(kinds)))
@@ -178,7 +246,7 @@ def _written(
         if keys.shape[1] != values.shape[1]:
             raise ModelError(f"layer {len(kinds) - 1} has keys and values of unlike heads")
         shapes.append(LayerShape(0, keys.shape[1], keys.shape[3], values.shape[3], keys.dtype))
-    if not kinds:
+    if not kinds and not any(slot.state is not None for slot in filled):
         raise ModelError("none of its caches is written by a forward")
     return tuple(as_taken(slots, filled)), tuple(kinds), tuple(shapes)
 

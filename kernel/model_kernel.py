@@ -127,7 +127,7 @@ class ModelKernel:
         self._shadow = Shadow(geometry, sanitize)
         self._order = Order()
         self._newest = _Newest()
-        self._pages = Pages(geometry, layout.shapes, dialect)
+        self._pages = Pages(geometry, layout.shapes, dialect, layout.states)
 
     @property
     def geometry(self) -> Geometry:
@@ -294,7 +294,7 @@ class ModelKernel:
         metadata, outputs = built.metadata, built.outputs
         failure = ""
         try:
-            mx.async_eval(outputs)  # type: ignore[no-untyped-call]
+            mx.async_eval(outputs, self._pages.states)  # type: ignore[no-untyped-call]
         except Exception as error:
             failure = describe(error)
         if failure:

@@ -1,4 +1,4 @@
-"""Pages: the K and V of every layer, in blocks.
+"""Pages: the K and V of every layer, in blocks, and recurrent states, in slots.
 
 Owns the page arrays and the only writes to them. Never reads a table or a length: it is told
 physical rows. Made and used on one thread.
@@ -10,7 +10,6 @@ before anything is evaluated, and no one else keeps a page array, or a view of o
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence as Items
 
 import mlx.core as mx
@@ -22,6 +21,8 @@ from statemachine.geometry import Geometry
 
 from .paged_attention import Dialect, Layer, put_blocks
 from .quantised import Code
+from .recurrent import StateKind, StateSlots, StateStep
+from .scatter import put
 
 Codes = tuple[Code, Code]
 
@@ -53,12 +54,13 @@ def block_bytes(layers: Items[LayerShape], group: int, block_size: int) -> int:
 class PageStep:
     """The page arrays that one step's graph has come to: [num_blocks, block_size, heads, dim].
 
-    codes: of each layer; none at all where no rows are quantised.
+    codes: of each layer; none at all where no rows are quantised. states: where there are any.
     """
 
     keys: list[mx.array]
     values: list[mx.array]
     codes: tuple[Codes | None, ...] = ()
+    states: StateStep | None = None
 
     def codes_of(self, layer: int) -> Codes | None:
         """What a layer's words mean, where its rows are quantised."""
@@ -70,20 +72,26 @@ class PageStep:
         """Put rows [T, heads, dim] at (block [T], row [T]) of a layer."""
         if codes := self.codes_of(layer):
             keys, values = (code.encode(it) for code, it in zip(codes, (keys, values), strict=True))
-        self.keys[layer] = _put(self.keys[layer], where, keys)
-        self.values[layer] = _put(self.values[layer], where, values)
+        self.keys[layer] = put(self.keys[layer], where, keys)
+        self.values[layer] = put(self.values[layer], where, values)
 
 
 class Pages:
     """All page arrays. `begin` a step, build its graph, `commit` it, then evaluate.
 
     dialect: where it writes in place, arrays stay the same, and a copy of blocks is written so too.
+    states: of each cache that keeps one.
     """
 
     def __init__(
-        self, geometry: Geometry, layers: tuple[LayerShape, ...], dialect: Dialect | None = None
+        self,
+        geometry: Geometry,
+        layers: tuple[LayerShape, ...],
+        dialect: Dialect | None = None,
+        states: tuple[StateKind, ...] = (),
     ) -> None:
         self._geometry = geometry
+        self._states = StateSlots(geometry, states) if states else None
         self._in_place = dialect if dialect is not None and dialect.in_place else None
         self._layers = layers
         self._codes = tuple(layer.codes for layer in layers)
@@ -97,8 +105,13 @@ class Pages:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all page arrays."""
-        return sum(array.nbytes for array in (*self._keys, *self._values))
+        """Bytes of all page arrays and states."""
+        return sum(array.nbytes for array in (*self._keys, *self._values, *self.states))
+
+    @property
+    def states(self) -> list[mx.array]:
+        """All arrays of states: evaluated with each step, since no sample needs them."""
+        return [] if self._states is None else self._states.arrays
 
     def reset(self) -> None:
         """Throw the arrays away unread and make new ones, zeroed."""
@@ -111,14 +124,19 @@ class Pages:
             self._keys.append(mx.zeros((*rows, layer.key_dim), layer.dtype))
             self._values.append(mx.zeros((*rows, layer.value_dim), layer.dtype))
         mx.eval(self._keys, self._values)
+        if self._states is not None:
+            self._states.reset()
 
     def begin(self) -> PageStep:
         """Lists for a step's graph. Nothing here changes before `commit`."""
-        return PageStep(list(self._keys), list(self._values), self._codes)
+        states = None if self._states is None else self._states.begin()
+        return PageStep(list(self._keys), list(self._values), self._codes, states)
 
     def commit(self, step: PageStep) -> None:
         """The step's graph was built: its arrays are the pages now."""
         self._keys, self._values = step.keys, step.values
+        if self._states is not None and step.states is not None:
+            self._states.commit(step.states)
 
     def copy_blocks(self, copies: Items[BlockCopied]) -> None:
         """Copy whole blocks, all read before any is written. Nothing changes where this raises.
@@ -137,6 +155,8 @@ class Pages:
                 pending.append((number, targets, rows))
         mx.eval([rows for _, _, rows in pending])
         self._place(step, pending)
+        if self._states is not None:
+            self._states.copy(copies)
 
     def read_blocks(self, blocks: Items[int]) -> list[tuple[mx.array, mx.array]]:
         """K and V of whole blocks, of each layer: [len(blocks), block_size, heads, dim].
@@ -166,15 +186,6 @@ class Pages:
                 put_blocks(self._in_place, arrays, targets)
             return
         for number, targets, (keys, values) in pending:
-            step.keys[number] = _put(step.keys[number], (targets,), keys)
-            step.values[number] = _put(step.values[number], (targets,), values)
+            step.keys[number] = put(step.keys[number], (targets,), keys)
+            step.values[number] = put(step.values[number], (targets,), values)
         self.commit(step)
-
-
-def _put(pages: mx.array, where: tuple[mx.array, ...], rows: mx.array) -> mx.array:
-    """`pages` with `rows` at `where`; the array that was given stays as it was."""
-    if not rows.size:  # MLX divides by the width of rows, which may be none
-        return pages
-    written = copy.copy(pages)  # the same array under a second name: item assignment rebinds it
-    written[where] = rows.astype(pages.dtype)
-    return written

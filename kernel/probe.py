@@ -29,8 +29,8 @@ from .split import cut
 
 Rows = npt.NDArray[np.float32]
 
-STEPS = ((5, 2), (3, 3), (3, 1), (1, 1))
-"""Rows of each sequence in each step."""
+STEPS = ((5, 2), (3, 3), (3, 1), (1, 1), (1, 1))
+"""Rows of each sequence in each step; what the single ones leave behind is gone on with."""
 LENGTHS = tuple(sum(rows) for rows in zip(*STEPS, strict=True))
 WINDOW_MAX = 5
 TOLERANCE = 1e-3
@@ -125,7 +125,7 @@ def paged_rows(model: Any, layout: Layout, tokens: list[list[int]]) -> list[Rows
     """Logits of each sequence's tokens over small pages: [rows, vocab]."""
     geometry = small(layout.groups(1), max(LENGTHS), len(tokens))
     forward = Forward(model, layout, window_max=WINDOW_MAX)
-    pages = Pages(geometry, layout.shapes)
+    pages = Pages(geometry, layout.shapes, states=layout.states)
     parts: list[list[Rows]] = [[] for _ in tokens]
     done = [0] * len(tokens)
     for number, counts in enumerate(STEPS):
