@@ -44,6 +44,10 @@ LIMITS = LLParserLimits(initial_lexer_fuel=300_000, max_grammar_size=20_000, ver
 """How long a grammar may hold up the engine: the fuel bounds a regular expression with huge counts,
 the size, in symbols, a schema of thousands of properties (their number squared is what it takes).
 """
+TOKEN_BYTES_MAX = 1023
+"""llguidance panics over a vocabulary that has a longer token. Such a one is never allowed: what it
+says can be said by others.
+"""
 NOTHING_FOLLOWS = "NoExtensionBias"
 """llguidance's word where no token can go on."""
 
@@ -187,7 +191,8 @@ class _Vocabulary:
         self._special = tokenizer.special_tokens
         self.eos_token_id = tokenizer.end_tokens[0] if tokenizer.end_tokens else 0
         self.bos_token_id = None
-        self.tokens = [tokenizer.written_bytes(token) for token in range(tokenizer.vocab_size)]
+        written = map(tokenizer.written_bytes, range(tokenizer.vocab_size))
+        self.tokens = [data if len(data) <= TOKEN_BYTES_MAX else b"" for data in written]
         self.special_token_ids = sorted(self._special)
 
     def __call__(self, text: bytes) -> list[int]:

@@ -295,9 +295,11 @@ class _TokenBytes(dict[int, bytes]):
         return data
 
     def _find(self, token: int) -> bytes:
-        if token in self._added:
-            return self._added[token].encode()
         text = self._core.id_to_token(token) if token >= 0 else None
+        name = self._added.get(token)
+        # One that is looked for in normalised text goes by that text, where spaces may be marks.
+        if name is not None and (self._byte_level or text == name):
+            return name.encode()
         if text is None:
             return b""
         if self._byte_level:
