@@ -6,6 +6,8 @@ says who makes room for whom.
 
 from __future__ import annotations
 
+from msgspec import structs
+
 from statemachine import commands
 from statemachine.errors import PoolExhausted
 from statemachine.events import DECODE, DRAFT, LOOKAHEAD, Appended, AppendedEach, Event
@@ -37,7 +39,11 @@ def sampling(draft: Draft) -> list[int]:
         for piece in draft.view.flights[-1].pieces
         if piece.samples and piece.purpose != DRAFT and not piece.pads
     }
-    requests, policy = draft.view.requests, draft.policy
+    requests, policy, pool = draft.view.requests, draft.policy, draft.view.draft
+    if pool is not None:
+        if pool.guesses and policy.draft_tokens:
+            return []  # a draft model guesses behind a token that is known
+        policy = structs.replace(policy, draft_tokens=0)
     capacity = capacity_tokens(draft.state.geometry, policy)
     return [
         seq
@@ -109,12 +115,19 @@ def _drafts(draft: Draft, seqs: list[int]) -> dict[int, tuple[int, ...]]:
         left = limit_tokens(request, capacity) - request.stream.length
         most = min(policy.draft_tokens, left - 1, spare)
         if most > 0:
-            ngrams = ngrams_of(request, policy)
-            guess = propose(request.stream, ngrams, policy.lookup_ngram, most)
+            guess = _guess(draft, request, most)
             if guess:
                 found[seq] = guess
                 spare -= len(guess)
     return found
+
+
+def _guess(draft: Draft, request: RequestState, most: int) -> tuple[int, ...]:
+    """At most `most` tokens that may come next: a draft model's, or what followed the last time."""
+    if draft.view.draft is not None:
+        return (request.guesses or ())[:most]
+    policy = draft.policy
+    return propose(request.stream, ngrams_of(request, policy), policy.lookup_ngram, most)
 
 
 def _plan_drafts(draft: Draft, seqs: list[int], drafts: dict[int, tuple[int, ...]]) -> bool:

@@ -43,6 +43,7 @@ from . import scheduler
 from .adapters import Shelf
 from .clients import Clients
 from .counters import Counters
+from .drafting import Drafting, DraftParts
 from .failing import BUILD, CLOSE, EVAL, PLAN, VOID
 from .flight import NOTHING, Flight, blame, timed
 from .kept import KeptBlocks
@@ -87,7 +88,8 @@ class Parts(Struct, frozen=True):
 
     decoder: makes a detokeniser, needed for stop strings only. vocab_size: token ids below it may
     be sent; 0 checks nothing. on_divergence: what a step does that finds one (live_guard.MODES).
-    shelf: the adapters that requests may ask for. kept: the prefix store's side of the pool.
+    shelf: the adapters that requests may ask for. kept: the prefix store's side of the pool. draft:
+    a model that guesses.
     """
 
     kernel: Kernel
@@ -99,6 +101,7 @@ class Parts(Struct, frozen=True):
     on_divergence: str = WARN
     shelf: Shelf = field(default_factory=Shelf)
     kept: KeptBlocks | None = None
+    draft: DraftParts | None = None
 
 
 class Arrival(Struct, frozen=True):
@@ -135,10 +138,14 @@ class Loop:
         self._clients = Clients(parts.decoder)
         self._kept = parts.kept
         self._unwritten: list[Record] = []
-        self.view: View = initial(parts.kernel.geometry, parts.policy)
+        drafted = None if parts.draft is None else parts.draft.model
+        self.view: View = initial(parts.kernel.geometry, parts.policy, drafted)
         self._flights: deque[Flight] = deque()
         sanitize = OFF if parts.header is None else parts.header.sanitize
         self._guard = LiveGuard(parts.kernel.geometry, sanitize, parts.on_divergence)
+        self._drafting: Drafting | None = None
+        if parts.draft is not None:
+            self._drafting = Drafting(parts.draft, parts.policy, sanitize)
         self.counters = Counters()
         if parts.kept is not None:
             self.counters.kept = parts.kept.counts
@@ -164,6 +171,8 @@ class Loop:
         view = self.view
         waits = self._clients.lost or self._guard.pending or self._unwritten or self._flights
         if waits or view.requests or view.closing:
+            return True
+        if self._drafting is not None and self._drafting.due(view):
             return True
         # A flush of an empty index makes no step; the next plan is rid of it.
         state = view.state
@@ -196,6 +205,7 @@ class Loop:
         if due and self._flights:
             self._flush(received)  # a checkpoint stands between two steps
             return False
+        drafted = self._drafted(received)
         started = self._clock()
         try:
             plan = scheduler.plan_step(self.view, self._policy)
@@ -209,7 +219,7 @@ class Loop:
             self._give_up(received, error)
             return True
         if plan.idle:
-            if self.view.requests and not (self._flights or received):
+            if self.view.requests and not (self._flights or received or drafted):
                 # Nobody would ever move again, and nobody would hear of it.
                 self._give_up(received, RuntimeError("nothing can be planned for what is live"))
                 return True
@@ -224,6 +234,22 @@ class Loop:
         self._write_planned(received, plan.step, plan.events)
         self._flights.append(self._issue(plan, before, [started, planned, self._clock()]))
         return True
+
+    def _drafted(self, received: list[Record]) -> bool:
+        """Whether the draft model had a round; `received` is on tape then."""
+        if self._drafting is None:
+            return False
+
+        def write(planned: list[Record]) -> None:
+            self._flush([*received, *planned])
+            received.clear()
+
+        before = self.view
+        self.view, answers = self._drafting.round(before, write)
+        self._unwritten += answers
+        for kind in self._drafting.take_divergences():
+            self.counters.divergences[kind] += 1
+        return self.view is not before
 
     def _issue(self, plan: StepPlan, before: State, times: list[float]) -> Flight:
         """Hand a step to the kernel; what it raises is dealt with in its turn."""
@@ -418,6 +444,7 @@ class Loop:
             self.view = receive(self.view, record)
             records.append(record)
             self._tell(Update(request, (), reason, error=error))
+        self._drafted(records)
         plan = scheduler.plan_step(self.view, self._policy)
         if plan.idle:
             self._flush(records)
@@ -447,7 +474,7 @@ class Loop:
         kept, self._kept = self._kept, None
         if kept is not None:
             kept.close()
-        del self._kernel, kept
+        del self._kernel, self._drafting, kept
 
     def tell_all(self, reason: str, error: str) -> None:
         """Tell every client that its request is over; for when not even `end` can run."""

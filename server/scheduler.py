@@ -158,7 +158,7 @@ def begin(view: View, plan: StepPlan) -> View:
             request = structs.replace(request, cached_tokens=rows)
         if request.offered is not None:
             request = structs.replace(request, offered=None)
-        if policy.draft_tokens:
+        if policy.draft_tokens and view.draft is None:
             request = structs.replace(request, ngrams=ngrams_of(request, policy))
         requests = requests.set(seq, request)
     for seq in plan.passed:
@@ -174,6 +174,7 @@ def begin(view: View, plan: StepPlan) -> View:
         stuck=plan.stuck,
         flights=(*view.flights, plan),
         step=plan.step + 1,
+        draft=view.draft,
     )
 
 

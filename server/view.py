@@ -19,6 +19,7 @@ from statemachine.geometry import Geometry
 from statemachine.records import (
     BlocksOffered,
     Checkpoint,
+    DraftModel,
     Finished,
     FlushRequested,
     RequestArrived,
@@ -28,6 +29,7 @@ from statemachine.records import (
 from statemachine.snapshot import decode_state, encode_state
 from statemachine.state import State, new_state
 
+from .draft_pool import DraftPool, Guesses, pool_of, restored, snapshot_of
 from .policy import DEFAULT, PRIORITY, Policy
 from .speculation import Ngrams
 from .tokenlog import TokenLog, log_of
@@ -45,7 +47,8 @@ class RequestState(Struct, frozen=True, gc=False):
     stream: prompt + answer so far. cached_tokens: rows adopted at the first admission, UNKNOWN
     before. passed: how many requests were admitted past it because it did not fit; never reset.
     ngrams: an index of the stream, where drafts are made from it and it was made already. offered:
-    kept blocks of its prompt that its next admission may load.
+    kept blocks of its prompt that its next admission may load. guesses: what a draft model guesses
+    of its answer from here on; None before it was asked.
     """
 
     arrived: RequestArrived
@@ -54,6 +57,7 @@ class RequestState(Struct, frozen=True, gc=False):
     passed: int = 0
     ngrams: Ngrams | None = None
     offered: BlocksOffered | None = None
+    guesses: tuple[int, ...] | None = None
 
     @property
     def priority(self) -> int:
@@ -73,7 +77,8 @@ class View(Struct, frozen=True):
     next plan closes. alone: sequences of a step that failed at build, to be tried one by one.
     stuck: the queue was looked through and nothing fitted, and nothing that could change that has
     happened since. flush: the next plan empties the index. flights: steps that were begun and not
-    settled, oldest first. step: the next one's.
+    settled, oldest first. step: the next one's. draft: the pool of a draft model, where there is
+    one; guesses then come from it, and from nowhere else.
     """
 
     state: State
@@ -86,6 +91,7 @@ class View(Struct, frozen=True):
     flush: bool = False
     flights: tuple[StepPlan, ...] = ()
     step: int = 1
+    draft: DraftPool | None = None
 
 
 class PlannedPiece(Struct, frozen=True, gc=False):
@@ -123,9 +129,13 @@ class StepPlan(Struct, frozen=True):
         return not self.events and not self.pieces
 
 
-def initial(geometry: Geometry, policy: Policy = DEFAULT) -> View:
-    """An empty pool and no requests. Raises ValueError where the geometry makes no sense."""
-    return View(new_state(geometry), waiting=Waiting(policy.scheduling == PRIORITY))
+def initial(geometry: Geometry, policy: Policy = DEFAULT, draft: DraftModel | None = None) -> View:
+    """An empty pool and no requests. Raises ValueError where a geometry makes no sense."""
+    return View(
+        new_state(geometry),
+        waiting=Waiting(policy.scheduling == PRIORITY),
+        draft=None if draft is None else pool_of(draft),
+    )
 
 
 Input = RequestArrived | RequestCancelled | FlushRequested | BlocksOffered | Finished
@@ -204,7 +214,7 @@ def without(ids: tuple[int, ...], gone: int) -> tuple[int, ...]:
 
 
 def checkpoint(view: View) -> Checkpoint:
-    """All that planning goes by, as a record; `view` is one without flights."""
+    """All that planning goes by, as a record; `view` is one without flights of either kind."""
     running = len(view.running)
     live = [view.requests[request] for request in (*view.running, *view.waiting)]
     return Checkpoint(
@@ -225,7 +235,13 @@ def checkpoint(view: View) -> Checkpoint:
         stuck=view.stuck,
         flush=view.flush,
         offered=tuple(it.offered for it in live if it.offered is not None),
+        draft=None if view.draft is None else snapshot_of(view.draft, _guesses(live)),
     )
+
+
+def _guesses(live: list[RequestState]) -> Guesses:
+    found = {it.arrived.request: it.guesses for it in live if it.guesses is not None}
+    return tuple(sorted(found.items()))
 
 
 def restore(record: Checkpoint, policy: Policy = DEFAULT) -> View:
@@ -235,6 +251,7 @@ def restore(record: Checkpoint, policy: Policy = DEFAULT) -> View:
     """
     state = decode_state(record.state)
     offered = {it.request: it for it in record.offered}
+    guesses = {} if record.draft is None else dict(record.draft.guesses)
     requests = {
         held.arrived.request: RequestState(
             arrived=held.arrived,
@@ -242,6 +259,7 @@ def restore(record: Checkpoint, policy: Policy = DEFAULT) -> View:
             cached_tokens=held.cached_tokens,
             passed=held.passed,
             offered=offered.get(held.arrived.request),
+            guesses=guesses.get(held.arrived.request),
         )
         for held in record.requests
     }
@@ -262,4 +280,5 @@ def restore(record: Checkpoint, policy: Policy = DEFAULT) -> View:
         stuck=record.stuck,
         flush=record.flush,
         step=record.step + 1,
+        draft=None if record.draft is None else restored(record.draft),
     )

@@ -291,7 +291,7 @@ class Drafted(Struct, frozen=True, tag=True):
     """A record of the draft model's pool: a state machine of its own, whose steps are numbered
     apart and whose sequences have the ids of the requests.
 
-    A round of its steps stands before the StepPlanned that may use its guesses: P1 P2 .. D1 D2 ..
+    A round of its steps stands before the StepPlanned that may use its guesses: P1 P2 D1 P3 D2 D3.
     """
 
     record: StepPlanned | StepDone | StepFailed
@@ -318,13 +318,14 @@ class DraftSnapshot(Struct, frozen=True, omit_defaults=True):
     """The draft model's pool inside of a checkpoint.
 
     step: its last one. guesses: by request, what was guessed since its last token. failures: steps
-    of it that failed in a row.
+    of it that failed in a row. vocab_size: as in DraftModel.
     """
 
     step: int
     state: bytes
     guesses: tuple[tuple[int, tuple[int, ...]], ...] = ()
     failures: int = 0
+    vocab_size: int = 0
 
 
 class Checkpoint(Struct, frozen=True, tag=True, omit_defaults=True):

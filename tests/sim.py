@@ -9,6 +9,7 @@ from typing import Any
 from msgspec import structs
 
 from kernel.fake import FakeClock, FakeKernel, run_pinned
+from server.drafting import DraftParts
 from server.engine import Engine
 from server.kept import KeptBlocks
 from server.loop import Parts
@@ -19,7 +20,7 @@ from statemachine import invariants
 from statemachine.codec import TapeEncoder
 from statemachine.events import Namespace
 from statemachine.geometry import Geometry, Group
-from statemachine.records import FORMAT, Header, Parameters, Record, StepTimed
+from statemachine.records import FORMAT, DraftModel, Header, Parameters, Record, StepTimed
 
 SMALL = Geometry(block_size=4, groups=(Group(num_blocks=64),))
 """A pool in which a dozen short requests fit."""
@@ -95,18 +96,21 @@ class Sim:
         clock: Callable[[], float] | None = None,
         waiting_max: int = 1024,
         kept: Callable[[FakeKernel], KeptBlocks] | None = None,
+        draft: FakeKernel | None = None,
         **kernel: Any,
     ) -> None:
         self.kernel = FakeKernel(geometry, **kernel)
+        drafted = None if draft is None else DraftParts(draft, draft_model(draft.geometry))
         self.capture = MemoryCapture()
         self.policy = policy
         self.parts = parts = Parts(
             self.kernel,
             policy,
             self.capture,
-            header(geometry, policy),
+            header(geometry, policy, None if drafted is None else drafted.model),
             decoder,
             kept=None if kept is None else kept(self.kernel),
+            draft=drafted,
         )
         self.engine = Engine(lambda: parts, clock=clock or FakeClock(), waiting_max=waiting_max)
         self.engine.open()
@@ -120,7 +124,10 @@ class Sim:
     def step(self) -> bool:
         """One turn, then every invariant of the state."""
         moved = self.engine.step()
-        invariants.check_all(self.engine.view.state)
+        view = self.engine.view
+        invariants.check_all(view.state)
+        if view.draft is not None:
+            invariants.check_all(view.draft.state)
         return moved
 
     def submit(
@@ -173,7 +180,12 @@ def idle(geometry: Geometry) -> dict[str, int]:
     return {"running": 0, "waiting": 0, "held": 0, "free + cached": blocks}
 
 
-def header(geometry: Geometry, policy: Policy) -> Header:
+def draft_model(geometry: Geometry) -> DraftModel:
+    """What a header says of a fake draft model."""
+    return DraftModel("fake draft", {"weights": "fake"}, geometry, {"pad": True}, 2)
+
+
+def header(geometry: Geometry, policy: Policy, draft: DraftModel | None = None) -> Header:
     """A tape's header for a fake model."""
     return Header(
         format=FORMAT,
@@ -188,6 +200,7 @@ def header(geometry: Geometry, policy: Policy) -> Header:
         sanitize="full",
         context_tokens=policy.context_tokens,
         layers=2,
+        draft=draft,
     )
 
 
