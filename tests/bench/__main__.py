@@ -13,6 +13,7 @@ from kernel.bundled import BUNDLED
 from . import growth, machine, replaying
 from .table import Table, about
 
+FOLDER = Path(tempfile.gettempdir())
 SECTIONS = ["machine", "replay", "model", "http"]
 
 
@@ -55,11 +56,14 @@ def main(arguments: list[str]) -> int:
         table.section(f"{model}, in process (answers of 24 tokens, contexts of 128)")
         plain = throughput(table, load_model(model))
     if "http" in sections:
-        from .http import over_http
+        from . import serving
 
-        table.section(f"{model}, through HTTP, streamed (prompts of 100 words, answers of 64)")
-        over_http(table, model, plain)
-    path = Path(tempfile.gettempdir()) / "mlxtape-bench.json"
+        table.section(f"{model}, through HTTP, streamed, beside other servers")
+        rows = serving.over_http(
+            serving.chosen([]), serving.loads(), path=FOLDER / "mlxtape-serving.json"
+        )
+        serving.against_plain_loops(table, rows, plain)
+    path = FOLDER / "mlxtape-bench.json"
     table.save(path, named)
     print(f"\nkept in {path}")
     return 0

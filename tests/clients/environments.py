@@ -26,12 +26,18 @@ NODE = {"openai": "6.49.0"}
 
 def bin_of(name: str) -> Path:
     """The `bin` folder of a client's environment, installed if it is not yet."""
+    return environment(name, PYTHON[name])
+
+
+def environment(name: str, *installs: tuple[str, ...]) -> Path:
+    """The `bin` folder of an environment in which pip ran with each of `installs` in turn."""
     home = ROOT / name
     marker = home / "installed"
-    wanted = " ".join(PYTHON[name])
+    wanted = "; ".join(" ".join(arguments) for arguments in installs)
     if not marker.is_file() or marker.read_text() != wanted:
         _run([sys.executable, "-m", "venv", "--clear", str(home)])
-        _run([str(home / "bin/python"), "-m", "pip", "install", "--quiet", *PYTHON[name]])
+        for arguments in installs:
+            _run([str(home / "bin/python"), "-m", "pip", "install", "--quiet", *arguments])
         marker.write_text(wanted)
     return home / "bin"
 
