@@ -80,9 +80,13 @@ class Family:
     layout: Layout | None
     reason: str
 
-    def groups(self, num_blocks: int = 0) -> tuple[Group, ...]:
-        """Groups of `num_blocks` blocks each; one without any for caches of its own."""
-        return owned_groups() if self.layout is None else self.layout.groups(num_blocks)
+    def groups(self, num_blocks: int = 0, num_slots: int | None = None) -> tuple[Group, ...]:
+        """Groups of `num_blocks` blocks each, and of `num_slots` slots where there are states; one
+        without any for caches of its own.
+        """
+        if self.layout is None:
+            return owned_groups()
+        return self.layout.groups(num_blocks, num_slots)
 
     @property
     def capabilities(self) -> Capabilities:

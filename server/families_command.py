@@ -19,8 +19,8 @@ ABLE = ("batch", "pad", "rewind", "share", "snapshot")
 
 
 class Architecture(Struct, frozen=True, omit_defaults=True):
-    """A line of the table. way: packed, gathered, alone, opaque, or `untested`. groups: kinds of
-    rows that its tiny model keeps. able: what its sequences can do. note: why in no better way.
+    """A line of the table. way: packed, split, gathered, alone, opaque, or `untested`. groups: what
+    its tiny model keeps. able: what its sequences can do. note: why in no better way.
     """
 
     name: str
@@ -45,7 +45,7 @@ class CapabilityReport(Struct, frozen=True):
 
 
 class ModelReport(Struct, frozen=True):
-    """How a model is served. way: packed, gathered, alone, or opaque. reason: why so."""
+    """How a model is served. way: packed, split, gathered, alone, or opaque. reason: why so."""
 
     format: int
     model: str
@@ -77,13 +77,13 @@ def table_text(table: list[Architecture]) -> str:
     """A line for each architecture, and how many there are of each way."""
     wide = max(len(line.name) for line in table)
     lines = [
-        f"{line.name:{wide}}  {line.way:8}  {' + '.join(line.groups) or '-':20}  "
+        f"{line.name:{wide}}  {line.way:8}  {' + '.join(line.groups) or '-':25}  "
         f"{' '.join(line.able) or '-'}"
         for line in table
     ]
     ways = sorted({line.way for line in table})
     counts = ", ".join(f"{sum(line.way == way for line in table)} {way}" for way in ways)
-    head = f"{'architecture':{wide}}  {'served':8}  {'rows kept':20}  can"
+    head = f"{'architecture':{wide}}  {'served':8}  {'rows kept':25}  can"
     return "\n".join([head, *lines, "", f"{len(table)} architectures: {counts}"])
 
 
@@ -96,6 +96,7 @@ def report_of(path: str) -> ModelReport:
     loaded = load_model(path, progress=lambda text: print(text, file=sys.stderr, flush=True))
     family = family_of(loaded.model)
     shapes = () if family.layout is None else family.layout.shapes
+    states = 0 if family.layout is None else len(family.layout.states)
     return ModelReport(
         format=1,
         model=loaded.name,
@@ -103,7 +104,12 @@ def report_of(path: str) -> ModelReport:
         way=family.way,
         reason=family.reason,
         groups=[
-            GroupReport(it.kind, it.window, it.sink, sum(shape.group == n for shape in shapes))
+            GroupReport(
+                it.kind,
+                it.window,
+                it.sink,
+                states if it.recurrent else sum(shape.group == n for shape in shapes),
+            )
             for n, it in enumerate(family.groups())
         ],
         capabilities={
@@ -118,7 +124,11 @@ def model_text(report: ModelReport) -> str:
     """The verdict first, then the groups, then each capability with its reason."""
     lines = [f"{report.model} ({report.architecture}) is {report.reason}", ""]
     for group in report.groups:
-        kept = {"window": f"the last {group.window} rows", "full": "all rows"}
+        kept = {
+            "window": f"the last {group.window} rows",
+            "full": "all rows",
+            "recurrent": "the state behind the last row",
+        }
         what = kept.get(group.kind, "what the model itself knows of")
         sinks = f" and the first {group.sink}" if group.sink else ""
         lines.append(f"{group.layers or 'all'} layers keep {what}{sinks}")

@@ -135,14 +135,22 @@ def prompts() -> list[list[int]]:
 
 def serve(model: Any, family: Family) -> Outcome:
     """The load over a pool of BLOCKS blocks: one request alone, then the others at once."""
-    pool = Geometry(4, family.groups(BLOCKS), "family")
+    first, *others = prompts()
+    return run(model, family, [[first], others], POLICY, BLOCKS)
+
+
+def run(
+    model: Any, family: Family, turns: list[list[list[int]]], policy: Policy, blocks: int
+) -> Outcome:
+    """Prompts of a turn at once, after those of the turn before it, over so many blocks."""
+    pool = Geometry(4, family.groups(blocks), "family")
     flags, layout = family.flags, family.layout
     kernel: Any
     if layout is None:
         kernel = ModelOwnedKernel(model, pool)
     else:
         kernel = ModelKernel(model, pool, sanitize="full", layout=layout)
-    recorder, policy, capture = Recorder(kernel), suited(POLICY, flags), MemoryCapture()
+    recorder, policy, capture = Recorder(kernel), suited(policy, flags), MemoryCapture()
     head = structs.replace(
         header(pool, policy), sanitize="off" if layout is None else "full", capabilities=flags
     )
@@ -150,16 +158,15 @@ def serve(model: Any, family: Family) -> Outcome:
     engine = Engine(lambda: parts)
     engine.open()
     inboxes = []
-    for number, prompt in enumerate(prompts()):
-        inboxes.append(Inbox())
-        engine.submit(Submission(tuple(prompt), Parameters(max_tokens=ANSWER)), inboxes[-1])
-        while number == 0 and engine.step():
+    for turn in turns:
+        for prompt in turn:
+            inboxes.append(Inbox())
+            engine.submit(Submission(tuple(prompt), Parameters(max_tokens=ANSWER)), inboxes[-1])
+        while engine.step():
             pass
-    while engine.step():
-        pass
     engine.stop()
     assert [inbox.error for inbox in inboxes] == [""] * len(inboxes)
-    texts = zip(prompts(), inboxes, strict=True)
+    texts = zip([prompt for turn in turns for prompt in turn], inboxes, strict=True)
     told = {n: (*prompt, *inbox.tokens) for n, (prompt, inbox) in enumerate(texts)}
     return Outcome(told, recorder.drawn, capture.records)
 
@@ -221,7 +228,9 @@ families` prints the same table, `mlxtape families --model PATH` what is found o
 - **gathered**: K and V in pages, gathered for the model's own attention: decode rows together,
   prompts one by one.
 - **grouped**: the same, for models that want masks of five dimensions.
-- **alone**: the same with a call for each sequence.
+- **split**: the same, for models that keep states which go from row to row (of convolutions, of
+  a state space): these are in slots, one a sequence and one at each edge of a block that is kept.
+- **alone**: as gathered, with a call for each sequence.
 - **opaque**: over the caches that mlx-lm makes, one request at a time.
 - **untested**: cannot be run here.
 
