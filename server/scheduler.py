@@ -131,7 +131,7 @@ def _plan_piece(draft: Draft, seq: int, rows: int, pads: int) -> bool:
     """Issue a piece, without its pads where these do not fit; False where the rows do not."""
     stream, step = draft.request(seq).stream, draft.view.step
     first = draft.state.sequences[seq].committed
-    if draft.policy.prefix_cache and has_state(draft.state.geometry):
+    if has_state(draft.state.geometry):
         rows = rows_to_edge(draft.state.geometry.block_size, first, rows, stream.length)
     tokens = stream.slice(first, first + rows)
     try:

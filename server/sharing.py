@@ -44,9 +44,12 @@ def share(policy: Policy, rows_left: int, needs: list[int]) -> list[tuple[int, i
 
 def rows_to_edge(block_size: int, first: int, rows: int, length: int) -> int:
     """Rows of a piece from `first` on, at most `rows`, such that it ends at a block's edge: only
-    there can the state of a recurrent group be found again. The last of `length` rows is
-    always computed, so the edge before it is the last that is worth a piece.
+    there can the state of a recurrent group be found again. One that begins inside of a block ends
+    with it. The last of `length` rows is always computed, so the edge before it is the last that is
+    worth a piece.
     """
+    if first % block_size:
+        return min(rows, block_size - first % block_size)
     last = min(first + rows, length - 1)
     edge = last // block_size * block_size
     return edge - first if edge > first else rows

@@ -100,6 +100,11 @@ def _grown_tables(draft: Draft, old: Sequence, event: ev.Appended) -> tuple[tupl
         table = old.tables[group]
         spec = geometry.groups[group]
         missing = spec.new_blocks(len(table), wanted)
+        if missing and spec.recurrent and old.offset % geometry.block_size:
+            raise InvariantBroken(
+                f"rows of sequence {old.id} begin inside of a block and end in another: in a "
+                f"recurrent group ({group}) a block's slot ends with its last row"
+            )
         if len(blocks) != missing:
             raise InvariantBroken(
                 f"sequence {old.id} needs {missing} new blocks in group {group}, not {len(blocks)}"

@@ -26,8 +26,9 @@ class Group(Struct, frozen=True, omit_defaults=True):
 
     A slot holds the state behind the last row written that falls in its block. So a piece of rows
     reads the slot of the row before it and writes the slot of its last row; where these are two,
-    the one that was read stays, as a snapshot at a block's edge. Blocks that a piece passes over
-    are holes. What a state went through cannot be taken back out of it.
+    the one that was read stays, as a snapshot at a block's edge: a piece that begins inside of a
+    block ends in it. Blocks that a piece passes over are holes. What a state went through cannot
+    be taken back out of it.
     """
 
     kind: str = FULL

@@ -5,6 +5,7 @@ A column that no forward of a sound step would have is written in full, whatever
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 from . import records as rec
@@ -61,7 +62,7 @@ def _transposed(
 
 
 def _ends(pieces: Pieces) -> list[int]:
-    return [start + rows for start, rows in zip(pieces.starts, pieces.rows, strict=True)]
+    return list(map(operator.add, pieces.starts, pieces.rows))
 
 
 def _pack_visible(
@@ -145,19 +146,18 @@ def unpack_observation(
     if len(counters) != 9:
         raise CodecError(f"an observation has {len(counters)} counters instead of 9")
     visible, tables = packed.visible_nested, packed.tables_nested
-    a, b, c, d, e, f, g, h, strangers = counters
     return rec.Observation(
-        offset_reads=(a, b),
-        updates=(c, d),
-        rows_updated=(e, f),
-        attends=(g, h),
-        strangers=strangers,
-        starts=tuple(pieces.starts) if packed.starts is None else unpack_ints(packed.starts),
-        rows=tuple(pieces.rows) if packed.rows is None else unpack_ints(packed.rows),
-        visible=tuple(zip(*_unpack_visible(tracker, pieces, packed.visible), strict=True))
+        counters[0:2],
+        counters[2:4],
+        counters[4:6],
+        counters[6:8],
+        counters[8],
+        tuple(pieces.starts) if packed.starts is None else unpack_ints(packed.starts),
+        tuple(pieces.rows) if packed.rows is None else unpack_ints(packed.rows),
+        tuple(zip(*_unpack_visible(tracker, pieces, packed.visible), strict=True))
         if visible is None
         else visible.rows,
-        tables=tuple(zip(*_unpack_tables(tracker, pieces, packed.tables), strict=True))
+        tuple(zip(*_unpack_tables(tracker, pieces, packed.tables), strict=True))
         if tables is None
         else tables.rows,
     )

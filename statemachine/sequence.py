@@ -130,12 +130,12 @@ def written_rows(sequence: Sequence, written_step: int) -> int:
     return 0
 
 
-def keeps_state(geometry: Geometry, sequence: Sequence, written_step: int, rows: int) -> bool:
-    """Whether every recurrent group holds the state behind the first `rows` rows: it was never
-    written beyond them, or it went on from a slot at that edge.
+def keeps_state(geometry: Geometry, sequence: Sequence, sure_step: int, rows: int) -> bool:
+    """Whether every recurrent group holds the state behind the first `rows` rows: nothing was
+    written after `sure_step`, which left it there, or it went on from a slot at that edge.
     """
     index, inside = divmod(rows, geometry.block_size)
-    fresh = rows in sequence.marks[1::2] and rows >= written_rows(sequence, written_step)
+    fresh = rows == written_rows(sequence, sure_step)
     for table, spec in zip(sequence.tables, geometry.groups, strict=True):
         at_edge = spec.recurrent and not inside and (not rows or table[index - 1] != NO_BLOCK)
         if spec.recurrent and not fresh and not at_edge:

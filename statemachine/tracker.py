@@ -143,14 +143,14 @@ class Tracker:
             self._plan.cursors += cursors
             self._plan.starts += [cursor.offset for cursor in cursors]
             self._plan.rows += [1] * len(seqs)
-        committed = purpose in COMMITTED_AT_ONCE
-        if committed:
+        if purpose in COMMITTED_AT_ONCE:
             for cursor, token in zip(cursors, unexpected, strict=False):
                 _overwrite(cursor.stream, cursor.offset, (token,))
-        tail_rows = int(not committed)
+        else:
+            for cursor in cursors:
+                cursor.tail += 1
         for cursor in cursors:
             cursor.offset += 1
-            cursor.tail += tail_rows
 
     def appended(self, seq: int, rows: int, unexpected: tuple[int, ...], purpose: str) -> None:
         cursor = self.cursor(seq)
@@ -244,7 +244,8 @@ class Tracker:
     def observed(self, pieces: Pieces, group: int, hashes: tuple[int, ...]) -> None:
         """Remember what was read of a group's tables, for the next step."""
         for cursor, table in zip(pieces.cursors, hashes, strict=False):
-            cursor.tables[group] = table
+            if cursor.tables[group] != table:
+                cursor.tables[group] = table
 
     def expected_offsets(self, pieces: Pieces) -> list[int]:
         """Each piece's offset after the closing events."""

@@ -69,7 +69,8 @@ def trimmed(draft: Draft, event: ev.Trimmed) -> None:
         raise InvariantBroken(
             f"sequence {old.id} has {old.offset} rows: {event.rows} cannot be trimmed"
         )
-    if not keeps_state(draft.geometry, old, draft.written_step, old.offset - event.rows):
+    sure_step = max(draft.written_step, draft.issued_step - 1)
+    if not keeps_state(draft.geometry, old, sure_step, old.offset - event.rows):
         raise InvariantBroken(
             f"no slot holds the state of sequence {old.id} behind {old.offset - event.rows} rows: "
             "it cannot be trimmed to them"

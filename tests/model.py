@@ -21,6 +21,9 @@ from statemachine.sequence import unpack, visible, written_rows
 from statemachine.state import State, new_state
 from statemachine.transitions import apply, apply_all
 
+STATE = 0
+"""Where a slot's state stands among the rows of its block."""
+
 
 class Cell:
     """One computed row. `identity` is (namespace, tokens 0..i); None while its token is unknown."""
@@ -119,15 +122,26 @@ class Model:
                 asked = event.tokens[: (index + 1) * size]
                 assert namespace == sequence.namespace
                 assert tokens[: len(asked)] == asked, "adopted a block of another prefix"
-        for group, spec in enumerate(self.geometry.groups):
-            if spec.kind == "window":
-                sequence.starts[group] = max(0, sequence.offset - spec.window + 1)
+        for group in range(len(self.geometry.groups)):
+            if reach := self.reach(group):
+                sequence.starts[group] = max(0, sequence.offset - reach + 1)
+
+    def reach(self, group: int) -> int:
+        """Rows that a query needs of a group that forgets; 0 where it needs all."""
+        spec = self.geometry.groups[group]
+        return {"window": spec.window, "recurrent": 2}.get(spec.kind, 0)
 
     def _append(self, seq: int, step: int, tokens: list[int | None], purpose: str) -> None:
         sequence, size = self.sequences[seq], self.geometry.block_size
         assert step > self.written_step
         self.issued_step = max(self.issued_step, step)
         sequence.preempted = False
+        begin, recurrent = sequence.offset, self.recurrent()
+        for group in recurrent:
+            self._check_state(seq, group, begin, self.pages_now())
+            end = begin + len(tokens)
+            assert begin % size == 0 or (begin // size == (end - 1) // size)
+        assert not recurrent or purpose in ("prompt", "decode")
         for token in tokens:
             row = sequence.offset
             if purpose in ("prompt", "decode"):
@@ -145,12 +159,28 @@ class Model:
             sequence.cells.append(cell)
             sequence.steps.append(step)
             for group in self.groups():
+                if group in recurrent and row < begin + len(tokens) - 1:
+                    continue
                 block = sequence.tables[group][row // size]
                 tables = sum(other.tables[group].count(block) for other in self.sequences.values())
                 assert block != NO_BLOCK
                 assert tables == 1, f"block {block} is written and stands in {tables} tables"
                 assert (group, block) not in self.published, "a published block is written"
-                self._queue(step)[1].append(((group, block, row % size), cell))
+                place = STATE if group in recurrent else row % size
+                self._queue(step)[1].append(((group, block, place), cell))
+
+    def recurrent(self) -> list[int]:
+        return [at for at, spec in enumerate(self.geometry.groups) if spec.kind == "recurrent"]
+
+    def _check_state(self, seq: int, group: int, rows: int, pages: Any) -> None:
+        """The slot that the next row reads holds the state behind `rows` rows."""
+        mine = self.sequences[seq]
+        if not rows:
+            return
+        block = mine.tables[group][(rows - 1) // self.geometry.block_size]
+        cell = pages.get((group, block, STATE))
+        assert cell is not None, f"sequence {seq} has no state in slot {block}"
+        assert cell.identity == mine.identity(rows - 1), f"sequence {seq} has the state of {cell}"
 
     def _queue(self, step: int) -> tuple[list[Any], list[Any]]:
         return self.queued.setdefault(step, ([], []))
@@ -163,6 +193,11 @@ class Model:
                 assert not held[block], f"block {block} was taken and is in use"
                 assert (group, block) not in self.published
                 held[block] += 1
+            if group in self.recurrent():
+                places = -(-(sequence.offset + event.rows) // self.geometry.block_size)
+                assert len(blocks) == (places > len(sequence.tables[group]))
+                holes = places - len(sequence.tables[group]) - len(blocks)
+                sequence.tables[group] += [NO_BLOCK] * holes
             sequence.tables[group] += blocks
         tokens = [None] * event.rows if event.tokens is None else list(event.tokens)
         self._append(event.seq, event.step, tokens, event.purpose)  # type: ignore[arg-type]
@@ -192,7 +227,7 @@ class Model:
                 if isinstance(source, Cell):  # one row of a loaded block
                     pages[group, target, rows] = source
                     continue
-                for row in range(rows):
+                for row in [STATE] if group in self.recurrent() else range(rows):
                     pages[group, target, row] = pages.get(
                         (group, source, row), Cell(None, "garbage")
                     )
@@ -224,8 +259,9 @@ class Model:
                 sequence.tokens.pop()
         for table in sequence.tables:
             del table[-(-sequence.offset // size) :]
-        for group, spec in enumerate(self.geometry.groups):
-            needed = max(0, sequence.offset - spec.window + 1) if spec.kind == "window" else 0
+        for group in range(len(self.geometry.groups)):
+            reach = self.reach(group)
+            needed = max(0, sequence.offset - reach + 1) if reach else 0
             assert sequence.starts[group] <= needed, "rows were lost that the next query reads"
 
     def _unqueue(self, cell: Cell, step: int) -> None:
@@ -262,7 +298,7 @@ class Model:
         sequence.starts[event.group] += event.rows
         start = sequence.starts[event.group]
         safe = min(len(sequence.tokens), sequence.written(self.written_step))
-        assert start <= max(0, safe - spec.window + 1)
+        assert start <= max(0, safe - self.reach(event.group) + 1)
         for index in range(len(sequence.tables[event.group])):
             if index * size >= spec.sink and (index + 1) * size <= start:
                 sequence.tables[event.group][index] = NO_BLOCK
@@ -368,6 +404,8 @@ class Model:
         size = self.geometry.block_size
         for count in range(len(tokens) // size, 0, -1):
             rows = min(count * size, limit)
+            if rows % size and self.recurrent():
+                continue
             if rows > (count - 1) * size and self._findable(namespace, tokens, count, rows):
                 return rows
         return 0
@@ -383,9 +421,9 @@ class Model:
         for group, spec in enumerate(self.geometry.groups):
             for index in range(count):
                 first, end = index * size, (index + 1) * size
-                windowed = spec.kind == "window"
-                outside = end <= max(0, rows - spec.window + 1) and first >= min(spec.sink, rows)
-                if windowed and outside:
+                reach = self.reach(group)
+                outside = end <= max(0, rows - reach + 1) and first >= min(spec.sink, rows)
+                if reach and outside:
                     continue
                 identity = (namespace, tokens[:end])
                 if not any(
@@ -426,6 +464,12 @@ class Model:
         assert written_rows(theirs, state.written_step) == mine.written(state.written_step)
         for group in self.groups():
             spec = self.geometry.groups[group]
+            newest = mine.offset - 1
+            if spec.kind == "recurrent":
+                self._check_state(seq, group, mine.offset, pages)
+                reported = visible(self.geometry, theirs, group)
+                assert reported == min(2, mine.offset - mine.starts[group])
+                continue
             rows = {*range(mine.starts[group], mine.offset), *range(min(spec.sink, mine.offset))}
             for row in rows:
                 block = mine.tables[group][row // size]
@@ -438,7 +482,6 @@ class Model:
                     assert cell.identity == mine.identity(row), (
                         f"row {row} of sequence {seq} carries {cell}"
                     )
-            newest = mine.offset - 1
             seen = [
                 row
                 for row in sorted(rows)

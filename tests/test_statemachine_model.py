@@ -17,9 +17,9 @@ from statemachine.geometry import Geometry, Group
 from statemachine.tags import sequence_tags
 from statemachine.transitions import apply, apply_all
 
-from .model import Driver, plain
+from .model import Driver, ModelSequence, plain
 
-FULL, WINDOW, OPAQUE = "full", "window", "opaque"
+FULL, WINDOW, OPAQUE, RECURRENT = "full", "window", "opaque", "recurrent"
 LAYOUTS = (
     (Group(FULL, 6),),
     (Group(FULL, 7), Group(WINDOW, 5, window=4)),
@@ -29,6 +29,9 @@ LAYOUTS = (
     (Group(FULL, 4), Group(FULL, 9)),
     (Group(FULL, 6), Group(OPAQUE)),
     (Group(OPAQUE),),
+    (Group(RECURRENT, 4),),
+    (Group(FULL, 9), Group(RECURRENT, 6)),
+    (Group(WINDOW, 6, window=3), Group(RECURRENT, 5)),
 )
 NAMESPACES = (Namespace(), Namespace("A"), Namespace("A", salt="x"))
 STORY = (0, 1, 1, 0, 1, 0, 0, 0, 1, 1, 0, 1)
@@ -228,13 +231,25 @@ class CacheMachine(Driver, RuleBasedStateMachine):
         mine = self.model.sequences.get(seq)
         legal = mine is not None and 1 <= rows <= mine.offset
         for group, spec in enumerate(self.state.geometry.groups):
-            if legal and mine is not None and spec.kind == WINDOW:
-                needed = max(0, mine.offset - rows - spec.window + 1)
+            reach = self.model.reach(group)
+            if legal and mine is not None and reach:
+                needed = max(0, mine.offset - rows - reach + 1)
                 legal = mine.starts[group] <= needed
+            if legal and mine is not None and spec.kind == RECURRENT:
+                legal = self.state_is_kept(mine, group, mine.offset - rows)
         assert (self.carry_out(commands.trim, seq, rows) is not None) == legal
 
+    def state_is_kept(self, mine: ModelSequence, group: int, rows: int) -> bool:
+        """A slot is at a held block's edge, or was not written since the newest step."""
+        sure = max(self.state.written_step, self.state.issued_step - 1)
+        size = self.state.geometry.block_size
+        edge = rows % size == 0 and (not rows or mine.tables[group][rows // size - 1] != -1)
+        return edge or rows == mine.written(sure)
+
     @precondition(
-        lambda self: self.seqs() and any(g.kind == WINDOW for g in self.state.geometry.groups)
+        lambda self: (
+            self.seqs() and any(g.kind in (WINDOW, RECURRENT) for g in self.state.geometry.groups)
+        )
     )
     @rule(data=st.data(), group=st.sampled_from((None, None, 0, 1, -1, 2)), rows=st.integers(0, 4))
     def front_trim(self, data: Any, group: int | None, rows: int) -> None:
