@@ -19,7 +19,7 @@ WORDS = (
     *("river", "stone", "light", "table", "green", "seven", "walk", "paper", "cloud", "under"),
     *("minute", "garden", "silver", "bread", "window", "music", "letter", "harbour", "winter"),
 )
-ASKED = "Write a very long story with these words: "
+ASKED = "Write a very long story with all of these words."
 PROMPT_WORDS = 100
 ANSWER_TOKENS = 64
 SHARED_WORDS = 400
@@ -53,6 +53,11 @@ def said(drawn: random.Random, words: int) -> str:
     return " ".join(drawn.choices(WORDS, k=words))
 
 
+def told(drawn: random.Random, words: int, place: int) -> str:
+    """A prompt that is unlike all others from its beginning on."""
+    return f"{place}. {said(drawn, words)}. {ASKED}"
+
+
 def _user(text: str) -> Message:
     return {"role": "user", "content": text}
 
@@ -60,7 +65,7 @@ def _user(text: str) -> Message:
 async def _burst(asker: Asker, number: int, *, clients: int, words: int, tokens: int) -> None:
     """Clients that ask at once, each something else."""
     drawn = random.Random(number)
-    texts = [ASKED + said(drawn, words) for _ in range(clients)]
+    texts = [told(drawn, words, place) for place in range(clients)]
     await asyncio.gather(*(asker.ask([_user(text)], tokens) for text in texts))
 
 
@@ -69,17 +74,18 @@ async def _shared(
 ) -> None:
     """Clients whose prompts begin alike: first nobody knows the beginning, then all ask again."""
     drawn = random.Random(number)
-    beginning = ASKED + said(drawn, words)
-    for phase in ("cold", "warm"):
-        texts = [f"{beginning}. {said(drawn, tail)}" for _ in range(clients)]
+    beginning = f"{ASKED} {said(drawn, words)}."
+    for round_, phase in enumerate(("cold", "warm")):
+        places = range(round_ * clients, (round_ + 1) * clients)
+        texts = [f"{beginning} {place}. {said(drawn, tail)}." for place in places]
         await asyncio.gather(*(asker.ask([_user(text)], tokens, phase) for text in texts))
 
 
 async def _beside(asker: Asker, number: int, *, words: int, decoders: int, tokens: int) -> None:
     """A long prompt that comes once some clients have begun to read their answers."""
     drawn = random.Random(number)
-    texts = [ASKED + said(drawn, PROMPT_WORDS) for _ in range(decoders)]
-    long_one = ASKED + said(drawn, words)
+    texts = [told(drawn, PROMPT_WORDS, place) for place in range(decoders)]
+    long_one = told(drawn, words, decoders)
     reading = [
         asyncio.create_task(asker.ask([_user(text)], tokens, "those that decode")) for text in texts
     ]
@@ -100,7 +106,7 @@ async def _chats(
         drawn = random.Random(number * 1_000 + client)
         messages: list[Message] = []
         for _ in range(turns):
-            messages.append(_user(ASKED + said(drawn, words)))
+            messages.append(_user(told(drawn, words, client)))
             answer = await asker.ask(messages, tokens)
             messages.append({"role": "assistant", "content": answer.text})
 
@@ -113,8 +119,8 @@ async def _poisson(
     """Requests at random moments, `rate` a second on average, whether or not others ended."""
     drawn = random.Random(number)
     asked = []
-    for _ in range(requests):
-        text = ASKED + said(drawn, words)
+    for place in range(requests):
+        text = told(drawn, words, place)
         asked.append(asyncio.create_task(asker.ask([_user(text)], tokens)))
         await asyncio.sleep(drawn.expovariate(rate))
     await asyncio.gather(*asked)

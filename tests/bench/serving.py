@@ -35,7 +35,6 @@ REPEATS = 3
 CUT_S = 45.0
 """A load that takes longer is given up; one whose repetitions would is not repeated."""
 WARM_UP = burst(1, words=8, tokens=4)
-FIRST_NUMBER = 1
 
 
 class Row(Struct):
@@ -92,55 +91,62 @@ def turn(running: Running, load: Load, number: int, cut_s: float) -> Measured:
 
 
 class Bench:
-    """Servers that are started, and what was found."""
+    """Servers that are started, and what was found. A context: they end with it."""
 
     def __init__(self, repeats: int, cut_s: float) -> None:
         self._repeats = repeats
         self._cut_s = cut_s
+        self._servers = contextlib.ExitStack()
+        self._running: dict[str, Running] = {}
+        self._missing: dict[str, str] = {}
         self.rows: list[Row] = []
-        self.missing: dict[str, str] = {}
         self.versions: dict[str, str] = {}
 
-    def start(self, peer: Peer, stack: contextlib.ExitStack) -> Running | None:
-        """Install and start a server and let it answer once; None where it cannot."""
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._servers.close()
+
+    def start(self, peer: Peer) -> None:
+        """Install and start a server and let it answer once; where it cannot, its rows say why."""
         try:
-            running = stack.enter_context(started(peer))
+            running = self._servers.enter_context(started(peer))
             self.versions[peer.name] = versions(peer, running.python)
             turn(running, WARM_UP, 0, self._cut_s)
         except Unavailable as error:
-            self.missing[peer.name] = str(error)
-            return None
-        return running
+            self._missing[peer.name] = str(error)
+        else:
+            self._running[peer.name] = running
 
-    def measure(self, load: Load, servers: list[Running]) -> list[Row]:
+    def measure(self, load: Load) -> list[Row]:
         """All servers on a load, in turn, as often as it is repeated; the rows by phase."""
-        runs: dict[str, list[Measured]] = {running.peer.name: [] for running in servers}
-        failed: dict[str, str] = dict(self.missing)
+        runs: dict[str, list[Measured]] = {name: [] for name in (*self._running, *self._missing)}
+        why = dict(self._missing)
         spent = dict.fromkeys(runs, 0.0)
-        for number in range(FIRST_NUMBER, FIRST_NUMBER + self._repeats):
-            for running in servers:
-                name = running.peer.name
-                known = runs[name]
-                longest = spent[name] / len(known) if known else 0.0
-                if name in failed or spent[name] + longest > self._cut_s:
+        for number in range(1, 1 + self._repeats):
+            for name, running in self._running.items():
+                # One more, if it takes as long as those before it, must not take too long.
+                if name in why or spent[name] * (number / max(1, number - 1)) > self._cut_s:
                     continue
                 began_s = time.perf_counter()
                 try:
-                    known.append(turn(running, load, number, self._cut_s))
+                    runs[name].append(turn(running, load, number, self._cut_s))
                 except Unavailable as error:
-                    failed[name] = str(error)
+                    why[name] = str(error)
                 spent[name] += time.perf_counter() - began_s
         rows = [
             row
-            for name in [*runs, *self.missing]
-            for row in _rows(load, name, runs.get(name, []), failed.get(name, ""), self._cut_s)
+            for name, each in runs.items()
+            for row in rows_of(load, name, each, why.get(name, ""), self._cut_s)
         ]
         _compare(rows)
         self.rows += rows
         return rows
 
 
-def _rows(load: Load, server: str, runs: list[Measured], why: str, cut_s: float) -> list[Row]:
+def rows_of(load: Load, server: str, runs: list[Measured], why: str, cut_s: float) -> list[Row]:
+    """A row for each phase of a server's turns. why: what kept it from more of them."""
     phases = list(dict.fromkeys(phase for run in runs for phase in run.phases))
     if not phases:
         return [Row(load.title, "", server, why=why or "it was not asked")]
@@ -220,16 +226,16 @@ def over_http(
     cut_s: float = CUT_S,
 ) -> list[Row]:
     """Measure, print as it comes, and keep a JSON file at `path`."""
-    bench = Bench(repeats, cut_s)
-    with contextlib.ExitStack() as stack:
-        if any(peer.model == FOLDER for peer in servers):
-            model_folder()
-        running = [it for peer in servers if (it := bench.start(peer, stack)) is not None]
+    if any(peer.model == FOLDER for peer in servers):
+        model_folder()
+    with Bench(repeats, cut_s) as bench:
+        for peer in servers:
+            bench.start(peer)
         for name, said in bench.versions.items():
             print(f"{name}: {said}")
         print(f"\n{HEADINGS}")
         for load in loads:
-            print(as_text(bench.measure(load, running)), flush=True)
+            print(as_text(bench.measure(load)), flush=True)
     kept = {
         "about": about(load_blas()),
         "versions": bench.versions,
