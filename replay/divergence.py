@@ -75,7 +75,8 @@ class Divergence(Struct, frozen=True):
 
     record, event_index, event: the event at fault and where it stands; for an observation, the one
     that issued the rows. block: whose content is wrong, for content. summary: one sentence, which
-    names what is wrong with both values.
+    names what is wrong with both values. draft_step: of what is wrong in the draft model's pool,
+    its own step, in the round that stands before `step`.
     """
 
     kind: str
@@ -92,6 +93,7 @@ class Divergence(Struct, frozen=True):
     values: tuple[Values, ...] = ()
     last_events: tuple[Happened, ...] = ()
     neighbours: tuple[Neighbour, ...] = ()
+    draft_step: int = -1
 
 
 class Diverged(Exception):

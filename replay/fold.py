@@ -26,6 +26,7 @@ from statemachine.events import (
 from statemachine.invariants import check_all, check_step
 from statemachine.records import (
     Checkpoint,
+    Drafted,
     Gap,
     Header,
     Record,
@@ -38,6 +39,7 @@ from statemachine.sequence import Sequence
 from statemachine.state import State, new_state
 from statemachine.transitions import apply, apply_all
 
+from . import drafted
 from .divergence import CRASH, FOLD, Diverged, Divergence, History, Values, event_text
 from .errors import Unusable
 from .flights import Flights
@@ -78,7 +80,7 @@ class Fold:
     applied: the last events that were applied as one, the digest of the state before, the state
     after.
     gap_reasons: the first few. only: a sequence; observations and content of others are not
-    compared.
+    compared. drafted: the same of the draft model's pool, where there is one.
     """
 
     def __init__(self, invariants: str = EACH_STEP, only: int | None = None) -> None:
@@ -95,6 +97,8 @@ class Fold:
         self._header: Header | None = None
         self._lost = False
         self._last_planned = -1
+        self._newest_step = 0
+        self.drafted: Fold | None = None
 
     @property
     def state(self) -> State:
@@ -112,6 +116,9 @@ class Fold:
 
     def finish(self) -> None:
         """The tape is at its end. Raises Diverged where an invariant does not hold there."""
+        if self.drafted is not None:
+            with drafted.told_at(self._newest_step):
+                self.drafted.finish()
         if self._state is None or self._lost:
             return
         try:
@@ -129,7 +136,21 @@ class Fold:
             except ValueError as error:
                 raise Unusable(f"the tape's header makes no sense: {error}") from error
             self._observer = Observer(record.geometry, self.history, self._only, record.sanitize)
+            inner = drafted.header_of(record)
+            if inner is not None:
+                self.drafted = self.for_draft()
+                self.drafted.feed(inner)
         self._header = record
+
+    def for_draft(self) -> Fold:
+        """A fold for the draft model's pool."""
+        return Fold(self._invariants, self._only)
+
+    def _draft(self, record: Drafted) -> None:
+        if self.drafted is None:
+            raise Unusable(drafted.NOT_NAMED)
+        with drafted.told_at(self._newest_step + 1):
+            self.drafted.feed(record.record)
 
     def _checkpoint(self, record: Checkpoint) -> None:
         try:
@@ -138,6 +159,11 @@ class Fold:
             raise Unusable(f"the checkpoint after step {record.step}: {error}") from error
         if self._header is not None and state.geometry != self._header.geometry:
             raise Unusable(f"the checkpoint after step {record.step} is of another geometry")
+        inner = drafted.checkpoint_of(record)
+        if inner is not None and self.drafted is not None:
+            with drafted.told_at(record.step):
+                self.drafted.feed(inner)
+        self._newest_step = record.step
         first = self.counts.records == 2
         if first or self._lost:
             require_sound(state, record.step)
@@ -153,6 +179,8 @@ class Fold:
             self.gap_reasons.append(record.reason)
         self._lost = True
         self.pieces.clear()  # their answers are among what is missing
+        if self.drafted is not None:
+            self.drafted.feed(record)
 
     def _planned(self, record: StepPlanned) -> None:
         if record.step in self.pieces:
@@ -162,7 +190,7 @@ class Fold:
             self._fold(record.step, "StepPlanned", -1, None, wrong)
         self._apply(record.step, "StepPlanned", record.events)
         self._compare_digest(record.step, "StepPlanned", record.digest)
-        self._last_planned = record.step
+        self._last_planned = self._newest_step = record.step
         pieces = self._batch(record)
         self.pieces[record.step] = pieces
         self.counts.rows += sum(pieces.rows)
@@ -213,6 +241,9 @@ class Fold:
             left = ", ".join(str(seq) for seq in sorted(self.state.sequences)[:8])
             what = f"the tape ends in order, and sequences are still open: {left}"
             raise Diverged(Divergence(FOLD, record.steps, what, "TapeEnded"))
+        if self.drafted is not None:
+            with drafted.told_at(record.steps):
+                self.drafted.feed(record)
 
     def _apply(self, step: int, kind: str, events: tuple[Event, ...]) -> None:
         self.history.add(step, kind, events)
@@ -316,6 +347,7 @@ _HANDLERS: dict[type, Callable[[Fold, Any], None]] = {
     Checkpoint: Fold._checkpoint,
     Gap: Fold._gap,
     StepPlanned: Fold._planned,
+    Drafted: Fold._draft,
     StepDone: Fold._done,
     StepFailed: Fold._failed,
     TapeEnded: Fold._ended,

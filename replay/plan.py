@@ -11,7 +11,15 @@ from typing import Any
 import msgspec
 
 from server import scheduler
-from server.failing import CLOSE
+from server.draft_model import (
+    begin_draft,
+    close_draft,
+    fail_draft,
+    plan_draft,
+    settle_draft,
+    void_draft,
+)
+from server.failing import CLOSE, VOID
 from server.failing import PLAN as PLAN_STAGE
 from server.policy import Policy, check
 from server.view import StepPlan, View, checkpoint, initial, receive, restore
@@ -20,6 +28,7 @@ from statemachine.events import Event
 from statemachine.records import (
     BlocksOffered,
     Checkpoint,
+    Drafted,
     Finished,
     FlushRequested,
     Gap,
@@ -35,6 +44,7 @@ from statemachine.records import (
 from statemachine.state import State
 
 from .divergence import PLAN, Diverged, Divergence, Values, event_text
+from .drafted import NOT_NAMED, told_at
 from .errors import Unusable
 from .fold import Fold
 from .requests import Requests
@@ -90,6 +100,9 @@ class Planner:
             self._received(record)
         elif isinstance(record, StepPlanned):
             self._planned(record)
+        elif isinstance(record, Drafted):
+            with told_at(self._known().step):
+                self._drafted(record.record)
         elif isinstance(record, StepDone):
             self._done(record)
         elif isinstance(record, StepFailed):
@@ -98,7 +111,7 @@ class Planner:
     def _header(self, record: Header) -> None:
         if self.view is None:
             self._policy = policy_of(record)
-            self.view = initial(record.geometry, self._policy)
+            self.view = initial(record.geometry, self._policy, record.draft)
             self._requests = Requests(record.geometry, self._policy)
 
     def _checkpoint(self, record: Checkpoint) -> None:
@@ -120,6 +133,9 @@ class Planner:
                 what = f"the checkpoint says other {name} than the records before it"
                 values = (Values(name, _short(told), _short(known)),)
                 raise Diverged(Divergence(PLAN, record.step, what, "Checkpoint", values=values))
+        if record.draft != here.draft:
+            what = "the checkpoint has another draft model's pool than the records before it"
+            raise Diverged(Divergence(PLAN, record.step, what, "Checkpoint"))
 
     def _known(self) -> View:
         if self.view is None:
@@ -135,8 +151,46 @@ class Planner:
             step = self._known().step
             raise Diverged(Divergence(PLAN, step, str(error), type(record).__name__)) from error
 
+    def _drafted(self, record: StepPlanned | StepDone | StepFailed) -> None:
+        """A step of the draft model: what it guesses is the tape's, all else is derived."""
+        kind = type(record).__name__
+        try:
+            view, events = self._draft_step(record)
+        except _IMPOSSIBLE as error:
+            what = f"the scheduler cannot follow it: {_why(error)}"
+            raise Diverged(Divergence(PLAN, record.step, what, kind)) from error
+        _compare(record.step, kind, record.events, events)
+        self.view = view
+
+    def _draft_step(
+        self, record: StepPlanned | StepDone | StepFailed
+    ) -> tuple[View, tuple[Event, ...]]:
+        """The view after it, and the events that it should have."""
+        view = self._known()
+        if view.draft is None:
+            raise Unusable(NOT_NAMED)
+        if isinstance(record, StepPlanned):
+            step = plan_draft(view, self._policy)
+            if step.idle or step.step != record.step:
+                what = "no step of it is due" if step.idle else f"its next step is {step.step}"
+                raise Diverged(Divergence(PLAN, record.step, what, "StepPlanned"))
+            return begin_draft(view, step), step.events
+        flights = view.draft.flights
+        if not flights or flights[0].step != record.step:
+            what = "it was never planned, or one before it is to be answered first"
+            raise Diverged(Divergence(PLAN, record.step, what, type(record).__name__))
+        if isinstance(record, StepDone):
+            events = close_draft(view, record.tokens)
+            return settle_draft(view, record.tokens, events), events
+        if record.stage == VOID:
+            return void_draft(view), ()
+        return fail_draft(view)
+
     def _planned(self, record: StepPlanned) -> None:
         view = self._known()
+        if view.draft is not None and not plan_draft(view, self._policy).idle:
+            what = "the draft model has a step due before it, which the tape has not"
+            raise Diverged(Divergence(PLAN, record.step, what, "StepPlanned"))
         try:
             plan = scheduler.plan_step(view, self._policy)
         except Exception as error:

@@ -16,9 +16,20 @@ from collections import Counter
 from pathlib import Path
 
 from server.policy import PRIORITY
-from statemachine.events import DRAFT, LOOKAHEAD, BlockCopied, Forked, Preempted, Rewound
+from statemachine.events import (
+    DRAFT,
+    LOOKAHEAD,
+    BlockCopied,
+    Forked,
+    PoolReset,
+    Preempted,
+    PrefixAdopted,
+    Rewound,
+    Trimmed,
+)
+from statemachine.geometry import has_state
 
-from .simulation_check import ACCEPTED, Wrong, check_load, thorough
+from .simulation_check import ACCEPTED, DRAFT_MODEL, Wrong, check_load, thorough
 from .simulation_load import Load, literal
 from .simulation_minimize import minimise
 from .simulation_play import Played
@@ -66,7 +77,9 @@ def happened(played: Played) -> list[str]:
         ),
         "lost client": "gone" in reasons,
         "refusal": "refused" in reasons,
-        "window": len(load.geometry.groups) > 1,
+        "window": any(group.kind == "window" for group in load.geometry.groups),
+        "recurrent": has_state(load.geometry),
+        "adopted state": has_state(load.geometry) and played.adopted_rows > 0,
         "lookahead": played.had[LOOKAHEAD] > 0,
         "drafts": played.had[DRAFT] > 0,
         "accepted drafts": played.had[ACCEPTED] > 0,
@@ -74,6 +87,12 @@ def happened(played: Played) -> list[str]:
         "copied block": played.had[BlockCopied.__name__] > 0,
         "fork": played.had[Forked.__name__] > 0,
         "flush": bool(load.flush_at),
+        "draft model": played.had[DRAFT_MODEL + LOOKAHEAD] > 0,
+        "draft model trims": played.had[DRAFT_MODEL + Trimmed.__name__] > 0,
+        "draft model adopts": played.had[DRAFT_MODEL + PrefixAdopted.__name__] > 0,
+        "draft model preempts": played.had[DRAFT_MODEL + Preempted.__name__] > 0,
+        "draft model copies": played.had[DRAFT_MODEL + BlockCopied.__name__] > 0,
+        "draft model fails": played.had[DRAFT_MODEL + PoolReset.__name__] > 0,
         "priority": load.policy.scheduling == PRIORITY and played.had[Preempted.__name__] > 0,
         "read answers": any(it.parameters.reads_answer for it in load.requests),
         "scores": any(played.scores),

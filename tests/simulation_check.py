@@ -60,6 +60,8 @@ from .simulation_play import REFUSED, Played, play
 
 PLANNED = StepPlanned.__name__
 ACCEPTED = "accepted draft"
+DRAFT_MODEL = "draft model: "
+"""Before what is counted of the draft model's pool."""
 
 THOROUGH = 16
 """One run in so many asks all invariants after every event."""
@@ -114,9 +116,14 @@ class Watched(Fold):
 
     def __init__(self, thorough: bool) -> None:
         super().__init__(AT_END)
+        self._thorough = thorough
         self._ask = Invariants()
         self._each = self._ask if thorough else check_step
         self.had = Counter[str]()
+
+    def for_draft(self) -> Fold:
+        """One that asks the same of the draft model's pool."""
+        return Watched(self._thorough)
 
     def _apply(self, step: int, kind: str, events: tuple[Event, ...]) -> None:
         self.history.add(step, kind, events)
@@ -182,6 +189,8 @@ def replay_in_memory(load: Load, played: Played, every_event: bool) -> list[Step
     if torn or not (whole or gap):
         raise Wrong("tape", f"it ends with {type(record).__name__}, {decoder.pending_bytes} bytes")
     played.had.update(fold.had)
+    if isinstance(fold.drafted, Watched):
+        played.had.update({f"{DRAFT_MODEL}{name}": n for name, n in fold.drafted.had.items()})
     return failed
 
 

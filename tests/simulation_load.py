@@ -78,7 +78,9 @@ class Load:
     full_disk: by number of the tape's write, how it fails (simulation_disk.py). waiting_max: of the
     queue. stop_at: the server is stopped before this step. poison: whether POISON cannot be built.
     flush_at: before these steps the prefix index is emptied. vocab: of the model. period: in every
-    second eight positions the model says the same `period` tokens over and over; 0: nowhere.
+    second eight positions the model says the same `period` tokens over and over; 0: nowhere. draft:
+    a draft model guesses, and is wrong at each position that this divides; 0: there is none.
+    draft_blocks, draft_fail: of its pool, and of its steps.
     """
 
     name: str
@@ -96,6 +98,22 @@ class Load:
     flush_at: tuple[int, ...] = ()
     vocab: int = VOCAB
     period: int = 0
+    draft: int = 0
+    draft_blocks: int = 64
+    draft_fail: dict[int, Failure] = field(factory=dict)
+
+    @property
+    def draft_geometry(self) -> Geometry:
+        """Of the draft model's pool."""
+        blocks = self.draft_blocks
+        groups = [structs.replace(it, num_blocks=blocks) for it in self.geometry.groups]
+        return structs.replace(self.geometry, groups=tuple(groups))
+
+    def guessed(self, sequence: int, position: int) -> int | None:
+        """What the draft model says at a position, in the place of what the model says."""
+        if position % self.draft == 0:
+            return position % 2
+        return self.told(sequence, position)
 
     def told(self, sequence: int, position: int) -> int | None:
         """What the model says at a position, whatever stands before it; None where it listens."""

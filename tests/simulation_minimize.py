@@ -88,8 +88,8 @@ def _simpler_load(load: Load) -> Iterator[Load]:
         if len(load.requests) > 1:
             yield evolve(load, requests=load.requests[:at] + load.requests[at + 1 :])
     plain = ("segment_bytes", "stop_at", "waiting_max", "poison", "sanitize")
-    yield from _defaults(load, (*plain, "flush_at", "vocab", "period"))
-    for name in ("fail", "full_disk"):
+    yield from _defaults(load, (*plain, "flush_at", "vocab", "period", "draft", "draft_blocks"))
+    for name in ("fail", "full_disk", "draft_fail"):
         given = getattr(load, name)
         for key in given:
             rest = {at: what for at, what in given.items() if at != key}

@@ -21,6 +21,7 @@ from msgspec import structs
 from kernel.fake import FakeClock, FakeKernel, run_pinned
 from kernel.tokenizer import Detokenizer, Tokenizer
 from server.capture import CaptureWriter
+from server.drafting import DraftParts
 from server.engine import Engine
 from server.kept import KeptBlocks
 from server.loop import Parts
@@ -29,7 +30,7 @@ from server.submission import EngineStopped, RequestRefused, Submission, Update
 from server.text import IncrementalDecoder
 from statemachine.records import NO_PARENT
 
-from .sim import header
+from .sim import draft_model, header
 from .simulation_disk import in_memory
 from .simulation_load import POISON, VOCAB, Load, Request
 
@@ -324,13 +325,29 @@ def fake_parts(
             sanitize=load.sanitize,
             poison=POISON if load.poison else None,
         )
-        head = structs.replace(header(load.geometry, load.policy), sanitize=load.sanitize)
+        draft = _draft_parts(load)
+        head = header(load.geometry, load.policy, None if draft is None else draft.model)
+        head = structs.replace(head, sanitize=load.sanitize)
         kept = None
         if load.policy.store_evicted:
             folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
             store = PrefixStore(Path(folder.name), 1 << 30, load.geometry, kernel.block_spec)
             kept = KeptBlocks(store, kernel, load.geometry)
             atexit.register(folder.cleanup)
-        return Parts(kernel, load.policy, capture, head, decoder, kept=kept)
+        return Parts(kernel, load.policy, capture, head, decoder, kept=kept, draft=draft)
 
     return make
+
+
+def _draft_parts(load: Load) -> DraftParts | None:
+    """A fake draft model, where the load has one."""
+    if not load.draft:
+        return None
+    kernel = FakeKernel(
+        load.draft_geometry,
+        vocab_size=load.vocab,
+        script=load.guessed,
+        fail=load.draft_fail,
+        sanitize=load.sanitize,
+    )
+    return DraftParts(kernel, draft_model(load.draft_geometry))

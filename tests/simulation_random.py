@@ -7,6 +7,7 @@ few requests with long prompts and answers, in pools that hold two of them.
 from __future__ import annotations
 
 import random
+from typing import Any
 
 from msgspec import structs
 
@@ -14,7 +15,7 @@ from kernel.fake import Failure
 from server.admission import check_pool
 from server.policy import FCFS, PRIORITY, Policy
 from statemachine.events import Namespace
-from statemachine.geometry import Geometry, Group
+from statemachine.geometry import Geometry, Group, has_state
 from statemachine.records import Parameters
 
 from .simulation_disk import HALF, NONE, STUCK
@@ -37,7 +38,10 @@ def random_load(seed: int) -> Load:
     chance = random.Random(seed)
     heavy = chance.random() < 0.2
     policy = _policy(chance, heavy)
-    geometry = roomy(_geometry(chance, heavy), policy)
+    geometry = _geometry(chance, heavy)
+    if has_state(geometry):
+        policy = structs.replace(policy, **WITH_STATES)
+    geometry = roomy(geometry, policy)
     requests = _requests(chance, seed, heavy)
     last = max(request.at for request in requests)
     segments = chance.choice([400, 3000]) if chance.random() < 0.02 else 0
@@ -58,7 +62,36 @@ def random_load(seed: int) -> Load:
         poison=any(POISON in request.tokens for request in requests),
         segment_bytes=segments,
         sanitize=chance.choice(["full", "full", "edges"]),
+        **_draft(random.Random(f"draft {seed}"), geometry),
     )
+
+
+def _draft(chance: random.Random, geometry: Geometry) -> dict[str, Any]:
+    """A draft model in three runs of ten, in a pool that holds more or fewer rows than the other.
+    Out of a chance of its own: loads are what they were before there were any.
+    """
+    if chance.random() > 0.3:
+        return {}
+    most = max(group.num_blocks for group in geometry.groups)
+    steps = chance.sample(range(1, 60), chance.choice([0, 0, 0, 1, 2]))
+    fail = {step: Failure(chance.choice(["build", "eval"])) for step in steps}
+    if chance.random() < 0.03:
+        first = chance.randint(1, 30)
+        fail = {first + at: Failure("eval") for at in range(9)}
+    return {
+        "draft": chance.choice([1, 2, 3, 5, 99]),
+        "draft_blocks": max(1, round(most * chance.choice([0.3, 0.6, 1, 1, 1, 2]))),
+        "draft_fail": fail,
+    }
+
+
+WITH_STATES: dict[str, Any] = {
+    "lookahead": False,
+    "draft_tokens": 0,
+    "prefill_tile": 1,
+    "prefill_cohort": False,
+}
+"""What a state allows: nothing can be taken back out of it."""
 
 
 def _geometry(chance: random.Random, heavy: bool) -> Geometry:
@@ -72,6 +105,9 @@ def _geometry(chance: random.Random, heavy: bool) -> Geometry:
         groups += (Group(kind="window", window=window, sink=sink, num_blocks=blocks),)
         if chance.random() < 0.3:
             groups = groups[::-1]
+    if chance.random() < (0.3 if heavy else 0.12):
+        slots = Group(kind="recurrent", num_blocks=chance.choice([3, 4, 9, 70]))
+        groups = chance.choice([(slots,), (*groups, slots), (*groups, slots), (slots, *groups)])
     hashing = "constant" if chance.random() < 0.05 else "xxh3"
     return Geometry(block_size=size, groups=groups, hash=hashing)
 
