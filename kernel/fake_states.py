@@ -47,6 +47,8 @@ class FakeStates:
         has rows in blocks; of rows in slots alone, the tag that it has in its sequence. Off by as
         much as its piece's states are. Every piece's states go on.
         """
+        if not batch.pieces:
+            return []
         groups = enumerate(self._geometry.groups)
         group = next((n for n, spec in groups if spec.paged and not spec.recurrent), None)
         if group is None:

@@ -12,7 +12,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NoReturn
 
+from msgspec import structs
+
 from statemachine.events import BlockLoaded
+from statemachine.geometry import has_state
 from statemachine.records import (
     Checkpoint,
     Gap,
@@ -170,11 +173,15 @@ class ForwardChecker:
         if record.stage != BUILD:
             self._kernel.reset_pages()
         elif planned.pieces.seqs:
-            # Its copies stand; whatever else is written here lies behind every offset.
+            # Its copies stand; whatever else is written here lies behind every offset. A state
+            # does not: pieces that would go on from one are left out.
             try:
                 batch = self._batches.batch(planned, None)
+                if has_state(self._kernel.geometry):
+                    batch = structs.replace(batch, pieces=())
                 self._kernel.collect(self._kernel.issue(batch))
-                self._built_here.append(record.step)
+                if batch.pieces:
+                    self._built_here.append(record.step)
             except BuildFailed:
                 return
             except EvalFailed as error:
