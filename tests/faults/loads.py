@@ -22,6 +22,13 @@ __all__ += ["fake_parts", "play", "tokens"]
 
 TINY = "tiny"
 SMOLLM2 = "smollm2"
+EXAONE4 = "exaone4"
+MAMBA = "mamba"
+LONGCAT = "longcat_flash"
+NEMOTRON = "nemotron-nas"
+OWNED = (EXAONE4, MAMBA, LONGCAT, NEMOTRON)
+LFM2 = "lfm2"
+MAMBA2 = "mamba2"
 
 
 def _shared() -> tuple[Request, ...]:

@@ -11,14 +11,9 @@ from server.policy import Policy
 
 from . import loads
 from .fault import DONE, Catalogue, Witness
-from .loads import Load, Request
+from .loads import EXAONE4, LONGCAT, MAMBA, NEMOTRON, Load, Request
 
 FAULTS = Catalogue()
-
-EXAONE4 = "exaone4"
-MAMBA = "mamba"
-LONGCAT = "longcat_flash"
-NEMOTRON = "nemotron-nas"
 
 POLICY = Policy(
     max_batch_tokens=64, max_running=1, prefill_chunk=16, prefix_cache=False, context_tokens=96

@@ -19,8 +19,8 @@ from statemachine.records import Parameters, StepDone, StepPlanned
 
 from ..faults import loads, real
 from ..faults.fault import Witness
-from ..faults.loads import Load, Request
-from ..faults.model_owned import EXAONE4, FAULTS, LONGCAT, MAMBA, POLICY
+from ..faults.loads import EXAONE4, LONGCAT, MAMBA, Load, Request
+from ..faults.model_owned import FAULTS, POLICY
 from ..faults.runner import record
 from ..real_server import Served, serving, text_of
 from . import asking

@@ -18,8 +18,8 @@ from statemachine.records import Header, StepDone, StepFailed, StepPlanned
 
 from ..faults import loads, real
 from ..faults.fault import Witness
-from ..faults.loads import TINY, Load, Request
-from ..faults.model_owned import EXAONE4, FAULTS, MAMBA, POLICY, in_a_row
+from ..faults.loads import EXAONE4, MAMBA, TINY, Load, Request
+from ..faults.model_owned import FAULTS, POLICY, in_a_row
 from ..faults.runner import record, replay, run
 from . import asking
 from .asking import flips

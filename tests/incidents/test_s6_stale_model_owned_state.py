@@ -17,8 +17,8 @@ from statemachine.records import StepFailed
 
 from ..faults import loads
 from ..faults.fault import Witness, replaced
-from ..faults.loads import Load, Request
-from ..faults.model_owned import EXAONE4, FAULTS, LONGCAT, MAMBA, in_a_row
+from ..faults.loads import EXAONE4, LONGCAT, MAMBA, Load, Request
+from ..faults.model_owned import FAULTS, in_a_row
 from ..faults.runner import record, run
 from . import asking
 from .asking import flips
