@@ -15,6 +15,7 @@ from . import (
     pending,
     policy,
     queueing,
+    states,
 )
 from .fault import Fault
 
@@ -31,6 +32,7 @@ ALL: tuple[Fault, ...] = (
     *model_owned.FAULTS.faults,
     *kept.FAULTS.faults,
     *adapters.FAULTS.faults,
+    *states.FAULTS.faults,
 )
 
 BY_NAME = {fault.name: fault for fault in ALL}
