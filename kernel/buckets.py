@@ -10,6 +10,7 @@ cut into tiles of queries so that a tile reads no key beyond its last row.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,8 @@ from statemachine.geometry import has_state
 
 from .metadata import BadBatch, Ints, Longs, StepMetadata
 
+Alone = Literal["", "pieces", "rows"]
+"""What is never called for together with others: nothing, each piece, or each row."""
 Floats = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
 
@@ -77,11 +80,17 @@ class Bucket:
         return np.searchsorted(metadata.first, self.rows[:, 0], side="right") - 1
 
 
-def group_rows(metadata: StepMetadata, alone: bool = False) -> tuple[Bucket, ...]:
-    """Every row of the batch in exactly one bucket, a bucket for each piece where they stand
-    `alone`. BadBatch where a row read has no block. Where states go from row to row only single
-    rows share one, of sequences that go on.
+def group_rows(metadata: StepMetadata, alone: Alone = "") -> tuple[Bucket, ...]:
+    """Every row of the batch in exactly one bucket; one for each of what stands `alone`. Where
+    states go from row to row only single rows share one, of sequences that go on. BadBatch where
+    a row read has no block.
     """
+    if alone == "rows":
+        owners = np.repeat(np.arange(len(metadata.rows)), metadata.rows)
+        return tuple(
+            _rows_bucket(metadata, owners[row : row + 1], np.array([[row]]))
+            for row in range(metadata.total_rows)
+        )
     if alone:
         parts = list(np.arange(len(metadata.rows))[:, None])
     elif has_state(metadata.geometry):
@@ -132,8 +141,13 @@ def _like_lengths(pieces: Longs, lengths: Longs) -> list[Longs]:
 
 
 def _bucket(metadata: StepMetadata, pieces: Longs) -> Bucket:
+    """All rows of pieces."""
     count = int(metadata.rows[pieces[0]])
-    rows = metadata.first[pieces][:, None] + np.arange(count)
+    return _rows_bucket(metadata, pieces, metadata.first[pieces][:, None] + np.arange(count))
+
+
+def _rows_bucket(metadata: StepMetadata, pieces: Longs, rows: Longs) -> Bucket:
+    """Rows [B, n] of pieces [B]."""
     views = {
         group: _view(metadata, group, pieces, rows)
         for group, spec in enumerate(metadata.geometry.groups)

@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from .adapters import BASE, Serving
-from .buckets import Bucket, group_rows, output_order
+from .buckets import Alone, Bucket, group_rows, output_order
 from .metadata import Ints, Longs, StepMetadata
 from .paged_attention import Dialect, StepTables
 
@@ -29,7 +29,7 @@ class StepContext:
         self,
         metadata: StepMetadata,
         fed: mx.array | None = None,
-        alone: bool = False,
+        alone: Alone = "",
         serving: Serving = BASE,
         dialect: Dialect | None = None,
     ) -> None:

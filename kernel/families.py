@@ -17,10 +17,12 @@ from statemachine.geometry import OPAQUE, RECURRENT, WINDOW, Group
 from .caches import HandleMisused
 from .errors import ModelError
 from .layout import (
+    ADDED,
     ALONE,
     GATHERED,
     GROUPED,
     PACKED,
+    SINGLE,
     SPLIT,
     Layout,
     Way,
@@ -31,10 +33,13 @@ from .layout import (
 from .pages import LayerShape
 from .probe import References, probe
 
-WAYS = (PACKED, GATHERED, GROUPED, ALONE)
+WAYS = (PACKED, GATHERED, GROUPED, ADDED, ALONE, SINGLE)
 """Ways over pages, the best first."""
 STATE_WAYS = (SPLIT, ALONE)
 """Those of a model that keeps states from row to row."""
+
+
+SINGLY = "of several rows at once mlx-lm's own caches make other logits, which are not gone by"
 
 
 @frozen
@@ -111,21 +116,29 @@ def family_of(model: Any) -> Family:
     """The first way in which a few tokens over pages give what they give without; else the
     model's own caches. Takes as long as some tokens do.
     """
-    references = References(model)
     reasons: dict[str, str] = {}
     ways = _ways(model)
-    for way in ways:
-        try:
-            layout = probe(model, look(model, way), references)
-        except (ModelError, HandleMisused) as error:
-            reasons.setdefault(way.name, str(error))
-        except Exception as error:  # whatever a model does that is called in a way it cannot take
-            text = " ".join(str(error).split()).split(". ")[0]
-            reasons.setdefault(way.name, f"{type(error).__name__}: {text}"[:200])
-        else:
-            where = "pages and states in slots" if layout.states else "pages"
-            return Family(layout, _because(f"{way.name} over {where}", ways, reasons))
+    for references in (References(model), References(model, singly=True)):
+        for way in ways:
+            reason, layout = _tried(model, way, references)
+            if layout is not None:
+                where = "pages and states in slots" if layout.states else "pages"
+                reasons.pop(way.name, None)
+                said = _because(f"{way.name} over {where}", ways, reasons)
+                return Family(layout, f"{said}; {SINGLY}" if references.singly else said)
+            reasons.setdefault(way.name, reason)
     return Family(None, _because("over caches of its own", ways, reasons))
+
+
+def _tried(model: Any, way: Way, references: References) -> tuple[str, Layout | None]:
+    """A way's layout, or None and why it does not go."""
+    try:
+        return "", probe(model, look(model, way), references)
+    except (ModelError, HandleMisused) as error:
+        return str(error), None
+    except Exception as error:  # whatever a model does that is called in a way it cannot take
+        text = " ".join(str(error).split()).split(". ")[0]
+        return f"{type(error).__name__}: {text}"[:200], None
 
 
 def _ways(model: Any) -> tuple[Way, ...]:
@@ -193,6 +206,8 @@ BATCH = {
     GROUPED.name: "decode rows go through the model together, prompts one by one",
     SPLIT.name: "decode rows go through the model together, prompts one by one",
     GATHERED.name: "decode rows go through the model together, prompts one by one",
+    ADDED.name: "decode rows go through the model together, prompts one by one",
+    SINGLE.name: "every row of a step goes through the model in a call of its own",
     ALONE.name: "every sequence of a step goes through the model in a call of its own",
 }
 """By the way: how many sequences are in a step."""

@@ -30,10 +30,11 @@ class GatheredCache:
 
     start_position = 0
 
-    def __init__(self, layer: int | None, group: int, mask_dims: int, window_max: int) -> None:
+    def __init__(self, layer: int | None, group: int, layout: Layout, window_max: int) -> None:
         self.layer = layer
         self._group = group
-        self._mask_dims = mask_dims
+        self._way = layout.way
+        self._dtype = layout.shapes[0].row_dtype if layout.shapes else mx.float32
         self._window_max = window_max
         self._context: StepContext | None = None
         self._pages: PageStep | None = None
@@ -83,8 +84,8 @@ class GatheredCache:
     def make_mask(
         self, rows: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | None:
-        """True where a row sees a key: [n, S], or [B, 1, n, S] and more dimensions of one; None
-        where all is seen.
+        """True where a row sees a key, or what is added there: [n, S], or [B, 1, n, S] and more
+        dimensions of one; None where all is seen.
         """
         context = self._use()
         bucket = context.buckets[self._bucket]
@@ -97,9 +98,13 @@ class GatheredCache:
         mask = bucket.views[self._group].mask(asked)
         if mask.all():
             return None
-        if len(mask) == 1:
-            return mx.array(mask[0])
-        return mx.array(mask.reshape(len(mask), *[1] * (self._mask_dims - 3), *mask.shape[1:]))
+        ones = [1] * (self._way.mask_dims - 3)
+        wide = mx.array(mask[0] if len(mask) == 1 else mask.reshape(-1, *ones, *mask.shape[1:]))
+        return self._added(wide) if self._way.added else wide
+
+    def _added(self, mask: mx.array) -> mx.array:
+        hidden = mx.array(mx.finfo(self._dtype).min, self._dtype)
+        return mx.where(mask, mx.array(0, self._dtype), hidden)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write rows [B, heads, n, dim]; returns all that the call may see: [B, heads, S, dim]."""
@@ -149,7 +154,7 @@ class GatheredCalls:
             GatheredCache(
                 slot.layer,
                 0 if slot.layer is None else layout.shapes[slot.layer].group,
-                layout.way.mask_dims,
+                layout,
                 window_max,
             )
             for slot in leaves(layout.slots)

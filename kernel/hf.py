@@ -9,20 +9,21 @@ brings.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import tokenizers
 from attrs import frozen
 from mlx_lm.models import llama
-from mlx_lm.utils import _get_classes, load_config
+from mlx_lm.utils import load_config
 from mlx_lm.utils import load_model as load_weights
 from safetensors import SafetensorError, safe_open
 
 from .errors import ModelError, TokenizerError
+from .model_classes import classes_of
 from .tensors import compare, parameters
 from .tokenizer import Tokenizer
 
@@ -82,20 +83,29 @@ def read_folder(path: Path) -> Folder:
 def build_model(config: Mapping[str, Any]) -> Any:
     """mlx-lm's module for a config; its parameters are not computed.
 
-    Raises ModelError for an architecture that mlx-lm does not know, and whatever a module raises
-    for fields that make no sense to it.
+    Raises ModelError for an architecture that cannot be had, or that names tokens beyond its
+    vocabulary, and whatever a module raises for fields that make no sense to it.
     """
-    kind = config.get("model_type")
-    try:
-        if not isinstance(kind, str) or not re.fullmatch(r"[A-Za-z0-9_-]+", kind):
-            raise ValueError(f"{kind!r} is no name")
-        module, arguments = _get_classes(dict(config))
-    except (ValueError, ImportError, AttributeError, SystemExit) as error:
-        # A module of mlx-lm's may end the process where it lacks a package.
-        raise ModelError(
-            f"model_type {kind!r} is no architecture that mlx-lm has: choose another model"
-        ) from error
-    return module(arguments.from_dict(dict(config)))
+    module, arguments = classes_of(config)
+    model = module(arguments.from_dict(dict(config)))
+    _check_token_ids(model, config.get("vocab_size"))
+    return model
+
+
+def _check_token_ids(model: Any, vocab_size: object) -> None:
+    """Some modules hide the scores of tokens whose ids they know. MLX does not look whether there
+    are such scores, and writes into other memory where there are none.
+    """
+    for name, value in model.items():
+        held = name.startswith("_") and isinstance(value, mx.array) and value.size
+        if not held or value.dtype not in (mx.int32, mx.uint32, mx.int64):
+            continue
+        highest = int(value.max())
+        if isinstance(vocab_size, int) and highest >= vocab_size:
+            raise ModelError(
+                f"this architecture has a token {highest} of its own, but vocab_size is "
+                f"{vocab_size}: fetch the config.json again from where the model came from"
+            )
 
 
 def _checking(path: Path, config: dict[str, Any]) -> tuple[Any, Any]:
@@ -103,7 +113,7 @@ def _checking(path: Path, config: dict[str, Any]) -> tuple[Any, Any]:
 
     By then mlx-lm has renamed the tensors and quantised the layers whose scales are there.
     """
-    module, arguments = _get_classes(config)
+    module, arguments = classes_of(config)
 
     def make(*given: Any) -> Any:
         model = module(*given)

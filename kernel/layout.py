@@ -28,10 +28,12 @@ from statemachine.sequence import Sequence
 
 from . import attention
 from .batch import Batch, Piece
+from .buckets import Alone
 from .caches import PagedCache
 from .context import StepContext
 from .errors import ModelError
 from .metadata import build
+from .own_rows import own_logits
 from .pages import LayerShape, PageStep
 from .recurrent import ArrayKind, StateKind, slot_bytes
 
@@ -57,20 +59,24 @@ class Way:
     V are gathered for the model's own attention: decode rows of like lengths together, [B, 1],
     prompts one by one, [1, L]. split: the same of models that keep states too, which go from row to
     row: no two sequences share a call unless each has one row. mask_dims: dimensions of the masks
-    of several sequences. alone: never several sequences in a call.
+    of several sequences. alone: what has a call of its own. added: masks are numbers that are added
+    to scores, not true and false.
     """
 
     name: str
     packed: bool = False
     mask_dims: int = 4
-    alone: bool = False
+    alone: Alone = ""
+    added: bool = False
 
 
 PACKED = Way("packed", packed=True)
 GATHERED = Way("gathered")
 GROUPED = Way("grouped", mask_dims=5)
 SPLIT = Way("split")
-ALONE = Way("alone", alone=True)
+ADDED = Way("added", added=True)
+ALONE = Way("alone", alone="pieces")
+SINGLE = Way("single", alone="rows")
 
 
 @frozen
@@ -133,7 +139,7 @@ def look(model: Any, way: Way = PACKED) -> Layout:
     slots = _slots(caches)
     if way.packed and any(slot.state is not None for slot in leaves(slots)):
         raise ModelError("it keeps states that go from row to row, and packed rows stand alone")
-    logits = model(mx.zeros((1, ROWS), mx.int32), cache=caches)
+    logits, caches = own_logits(model, [0] * ROWS, lambda: make_prompt_cache(model))
     states = _states(model, caches)
     slots, kinds, shapes = _written(slots, caches)
     vocab = int(logits.shape[-1])

@@ -41,6 +41,11 @@ class LayerShape:
     codes: Codes | None = None
 
     @property
+    def row_dtype(self) -> mx.Dtype:
+        """What the layer's rows are before they are put into the pages."""
+        return self.codes[0].dtype if self.codes else self.dtype
+
+    @property
     def row_bytes(self) -> int:
         return self.kv_heads * (self.key_dim + self.value_dim) * self.dtype.size
 

@@ -24,6 +24,7 @@ from .errors import ModelError
 from .forward import Forward
 from .layout import Layout
 from .metadata import build
+from .own_rows import at_once, one_by_one, own_logits
 from .pages import Pages
 from .split import cut
 
@@ -42,10 +43,14 @@ BLOCK_SIZE = 4
 
 
 class References:
-    """What a model makes of the probe's tokens over mlx-lm's own caches; made when asked for."""
+    """What a model makes of the probe's tokens over mlx-lm's own caches; made when asked for.
 
-    def __init__(self, model: Any) -> None:
+    singly: of one row after the other, where that is another thing than all at once.
+    """
+
+    def __init__(self, model: Any, singly: bool = False) -> None:
         self._model = model
+        self.singly = singly
         self._rows: list[Rows] = []
         self._split: bool | None = None
 
@@ -60,16 +65,27 @@ class References:
         """Logits of each sequence's tokens: [rows, vocab]."""
         if not self._rows:
             for tokens in self.tokens(vocab):
-                logits = self._model(mx.array([tokens]), cache=narrowed(self._model))[0]
+                logits = self._logits(tokens)
                 self._rows.append(np.array(logits.astype(mx.float32)))
         return self._rows
+
+    def _logits(self, tokens: list[int]) -> mx.array:
+        if self.singly:
+            return one_by_one(self._model, tokens, narrowed(self._model))
+        return own_logits(self._model, tokens, lambda: narrowed(self._model))[0]
 
     def split(self, vocab: int) -> bool:
         """Whether logits can be made for few rows."""
         if self._split is None:
-            model, tokens = self._model, mx.array([self.tokens(vocab)[-1]])
-            whole = self.rows(vocab)[-1]
-            self._split = cut(model, tokens, lambda: narrowed(model), whole)[0] is not model
+            model, tokens = self._model, self.tokens(vocab)[-1]
+            try:
+                whole = at_once(model, tokens, narrowed(model))
+            except Exception:  # one that takes one row at a time
+                tokens = tokens[:1]
+                whole = at_once(model, tokens, narrowed(model))
+            wanted = np.array(whole.astype(mx.float32))
+            found = cut(model, mx.array([tokens]), lambda: narrowed(model), wanted)
+            self._split = found[0] is not model
         return self._split
 
 
@@ -113,12 +129,18 @@ def probe(model: Any, layout: Layout, references: References | None = None) -> L
 
 def difference(got: list[Rows], wanted: list[Rows], layout: Layout) -> tuple[float, float]:
     """How far rows are apart, relative to the largest logit, and how far they may be."""
-    scale = max(1.0, *(float(np.abs(rows).max()) for rows in wanted))
-    apart = np.concatenate([np.abs(a - b).max(axis=-1) for a, b in zip(got, wanted, strict=True)])
+    scale = max(1.0, *(float(np.abs(rows[np.isfinite(rows)]).max()) for rows in wanted))
+    apart = np.concatenate([_apart(a, b).max(axis=-1) for a, b in zip(got, wanted, strict=True)])
     narrow = any(shape.dtype != mx.float32 for shape in layout.shapes)
     worst = float(np.median(apart) if narrow else apart.max()) / scale
     eps = max(float(mx.finfo(shape.dtype).eps) for shape in layout.shapes) if narrow else 0.0
     return worst, TOLERANCE + 16 * eps
+
+
+def _apart(got: Rows, wanted: Rows) -> Rows:
+    """The distance of each score: none of those that are hidden in both."""
+    with np.errstate(invalid="ignore"):
+        return np.where(got == wanted, np.float32(0), np.abs(got - wanted))
 
 
 def paged_rows(model: Any, layout: Layout, tokens: list[list[int]]) -> list[Rows]:

@@ -74,7 +74,14 @@ def test_each_architecture_is_served_as_the_table_says_and_says_what_mlx_lm_says
 @pytest.mark.parametrize("name", OWN_FAULTS)
 def test_where_mlx_lm_contradicts_itself_it_does(name: str) -> None:
     model, text = architecture_model(name), tuple(families.prompts()[0])
-    full, steps = families.full_scores(model, text), families.step_scores(model, text)
+    steps = families.step_scores(model, text)
+    if name == "olmo":
+        with pytest.raises(ValueError, match="Cannot perform inplace addition"):
+            families.full_scores(model, text)
+        return
+    full = families.full_scores(model, text)
+    seen = np.isfinite(full)
+    full, steps = full[seen], steps[seen]
     assert np.abs(full - steps).max() > 0.1 * np.abs(full).max()
 
 

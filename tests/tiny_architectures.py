@@ -37,8 +37,6 @@ NO_MODELS = frozenset({
 UNABLE = {
     "bitnet": "its kernels are Metal's",
     "muse_spark": "its kernels are Metal's",
-    "olmo": "its module ends the process where the package ai2-olmo is not installed",
-    "phi3small": "MLX reads beyond an array as it masks blocks, alone over its own caches too",
     "prism_hadamard_qwen35": "its weights come packed to 2 bits, and rotated",
 }
 """What cannot be made tiny, or run, here, and why."""
@@ -162,6 +160,7 @@ EXTRA: dict[str, dict[str, Any]] = {
         "layer_types": None, "moe_latent_size": None,
     },
     "nemotron": {"hidden_act": "relu2"},
+    "olmo": {"mlp_hidden_size": 96, "embedding_size": 259},
     "olmo_hybrid": LINEAR_ATTENTION | {
         "layer_types": ["linear_attention", "full_attention"] * 2,
         "linear_allow_neg_eigval": True,
@@ -173,7 +172,7 @@ EXTRA: dict[str, dict[str, Any]] = {
     "phi3small": {
         "dense_attention_every_n_layers": 2, "ff_intermediate_size": 96, "gegelu_limit": 20.0,
         "blocksparse_block_size": 32, "blocksparse_num_local_blocks": 2,
-        "blocksparse_vert_stride": 2,
+        "blocksparse_vert_stride": 2, "vocab_size": 100_352,
     },
     "phimoe": {
         "rope_scaling": {
