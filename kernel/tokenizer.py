@@ -125,6 +125,11 @@ class Tokenizer:
         return self._template or ""
 
     @property
+    def vocabulary(self) -> dict[str, int]:
+        """All tokens, added ones included, with their ids."""
+        return self._core.get_vocab(with_added_tokens=True)
+
+    @property
     def named_tokens(self) -> Mapping[str, str]:
         """Texts of the tokens that templates call by a name, such as bos_token."""
         return self._named

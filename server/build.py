@@ -25,6 +25,7 @@ from statemachine.records import FORMAT, AdapterUsed, Header
 from .adapters import Shelf, named_path
 from .admission import check_pool
 from .capture import CaptureWriter
+from .draft_build import draft_parts, load_draft
 from .engine import Engine
 from .kept import KeptBlocks, check_storable
 from .kept_file import StoreError
@@ -88,7 +89,9 @@ def _make(
     tell = progress or (lambda _: None)
     adapters = Adapters(loaded.model, loaded.turned_head_dim)
     family = family_of(loaded.model)
-    pool, make = _kernel_of(settings, loaded, family, adapters, tell)
+    drafter = load_draft(settings, loaded, family, tell)
+    beside = 0 if drafter is None else drafter.block_bytes(settings.block_size)
+    pool, make = _kernel_of(settings, loaded, family, adapters, tell, beside)
     flags = family.flags
     policy = suited(settings.policy(loaded.context_tokens), flags)
     try:
@@ -96,6 +99,9 @@ def _make(
     except ValueError as error:
         raise SettingsError(str(error)) from None
     kernel = make()
+    draft = None
+    if drafter is not None:
+        draft = draft_parts(settings, drafter, loaded, pool, policy)
     flags = flags | _attention(kernel, tell)
     shelf = Shelf(adapters)
     for text in settings.adapter:
@@ -106,6 +112,8 @@ def _make(
     name = mx.device_info().get("device_name", platform.machine())
     device = f"{mx.default_device().type.name}: {name}"
     header = _header(settings, loaded, shelf, kernel.geometry, policy, flags, device, blas)
+    if draft is not None:
+        header = structs.replace(header, draft=draft.model)
     parts = Parts(
         kernel=kernel,
         policy=policy,
@@ -116,6 +124,7 @@ def _make(
         on_divergence=settings.on_divergence,
         shelf=shelf,
         kept=_kept(settings, kernel, header),
+        draft=draft,
     )
     return parts, tokenizer
 
@@ -154,9 +163,17 @@ def _kept(settings: Settings, kernel: Kernel, header: Header) -> KeptBlocks | No
 
 
 def _kernel_of(
-    settings: Settings, loaded: LoadedModel, family: Family, adapters: Adapters, tell: Progress
+    settings: Settings,
+    loaded: LoadedModel,
+    family: Family,
+    adapters: Adapters,
+    tell: Progress,
+    beside: int,
 ) -> tuple[Geometry, Callable[[], Kernel]]:
-    """What serves a model: its geometry, and what makes its kernel once the settings suit it."""
+    """What serves a model: its geometry, and what makes its kernel once the settings suit it.
+
+    beside: bytes that another model's pool takes for each block.
+    """
     from kernel.grammar import Grammars
     from kernel.model_kernel import ModelKernel
     from kernel.model_owned import ModelOwnedKernel
@@ -166,7 +183,7 @@ def _kernel_of(
     size, identity = settings.block_size, identity_of(loaded.digests["weights"], bits)
     if layout is not None:
         layout = quantised(layout, bits) if bits else layout
-        blocks, each = pool_blocks(settings, layout.shapes)
+        blocks, each = pool_blocks(settings, layout.shapes, beside)
         pool = Geometry(size, layout.groups(blocks), identity)
 
         def over_pages() -> Kernel:
@@ -215,14 +232,16 @@ def suited(policy: Policy, flags: Flags) -> Policy:
     return structs.replace(policy, **changes)
 
 
-def pool_blocks(settings: Settings, layers: tuple[LayerShape, ...]) -> tuple[int, int]:
-    """Blocks in each group, and bytes of one of each. Raises SettingsError where memory does not
-    hold them.
+def pool_blocks(
+    settings: Settings, layers: tuple[LayerShape, ...], beside: int = 0
+) -> tuple[int, int]:
+    """Blocks in each group, and bytes of one of each, with those `beside` them. Raises
+    SettingsError where memory does not hold them.
     """
     from kernel.pages import block_bytes
 
     groups = sorted({layer.group for layer in layers})
-    each = sum(block_bytes(layers, group, settings.block_size) for group in groups)
+    each = beside + sum(block_bytes(layers, group, settings.block_size) for group in groups)
     memory = memory_bytes()
     if settings.num_blocks is not None:
         blocks = settings.num_blocks

@@ -243,6 +243,7 @@ _METAVARS = {
     "model": "PATH",
     "host": "ADDRESS",
     "capture": "PATH",
+    "draft_model": "PATH",
     "adapter": "NAME=FOLDER",
     "kv_memory": "SIZE",
     "max_body_bytes": "SIZE",

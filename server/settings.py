@@ -28,6 +28,8 @@ NOT_SETTINGS = ("MLXTAPE_CACHE", "MLXTAPE_CONFIG")
 GUARD_MODES = ("warn", "abort-request", "stop")
 SANITIZE_MODES = ("edges", "full", "off")
 KV_BITS = (4, 8)
+GUESSED = 4
+"""Tokens that a draft model guesses where draft_tokens does not say."""
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
 EITHER = {"num_blocks": "kv_memory", "kv_memory": "num_blocks"}
@@ -92,6 +94,11 @@ class Settings:
     draft_tokens: int = _setting(
         0, "tokens guessed ahead of an answer at most, by looking its end up in its own text"
     )
+    draft_model: str | None = _setting(
+        None,
+        "path of a small model of the same vocabulary, which guesses instead; 4 tokens at most, "
+        "or draft_tokens",
+    )
     lookup_ngram: int = _setting(3, "tokens at the end of a text that are looked up in it")
     scheduling: str = _setting("fcfs", "fcfs, or priority: the lowest `priority` first")
     sanitize: str = _setting("edges", "rows whose tags are compared each step: edges, full or off")
@@ -140,7 +147,7 @@ class Settings:
             prefix_cache=self.prefix_cache,
             prefix_aware=self.prefix_aware,
             lookahead=self.lookahead,
-            draft_tokens=self.draft_tokens,
+            draft_tokens=self.draft_tokens or (0 if self.draft_model is None else GUESSED),
             lookup_ngram=self.lookup_ngram,
             scheduling=self.scheduling,
             store_evicted=self.prefix_store is not None,
