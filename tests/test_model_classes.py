@@ -5,14 +5,19 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import mlx.core as mx
 import mlx_lm.models
+import numpy as np
 import pytest
 
 from kernel.errors import ModelError
+from kernel.families import family_of
 from kernel.hf import build_model, read_folder
 from kernel.model_classes import classes_of
+from kernel.weights import load_model
 
-from .tiny_architectures import architecture_config
+from .tiny_architectures import architecture_config, architecture_model
+from .tiny_families import family_weights
 from .tiny_models import write_folder
 
 LOOKS = """
@@ -89,3 +94,26 @@ def test_a_model_whose_own_tokens_are_beyond_its_vocabulary_is_refused_as_it_is_
         "vocab_size is 100351: fetch the config.json again from where the model came from"
     )
     assert build_model(config | {"vocab_size": 100_352}).model_type == "phi3small"
+
+
+def test_a_folder_of_weights_packed_to_two_bits_and_turned_is_read_as_it_was_written(
+    tmp_path: Path,
+) -> None:
+    name = "prism_hadamard_qwen35"
+    config = architecture_config(name)
+    folder = write_folder(tmp_path / "packed", config, family_weights(config))
+    read, tokens = load_model(str(folder)).model, mx.array([[3, 1, 2]])
+    np.testing.assert_array_equal(
+        np.array(read(tokens)), np.array(architecture_model(name)(tokens))
+    )
+    assert family_of(read).reason == "served split over pages and states in slots"
+
+
+def test_signs_that_are_none_are_refused_as_a_folder_is_read(tmp_path: Path) -> None:
+    config = architecture_config("prism_hadamard_qwen35")
+    weights = family_weights(config)
+    signs = next(key for key in weights if key.endswith(".signs"))
+    weights[signs] = weights[signs] * 2
+    folder = write_folder(tmp_path / "packed", config, weights)
+    with pytest.raises(ModelError, match=r"cannot be loaded: Hadamard signs must contain only -1"):
+        load_model(str(folder))

@@ -37,7 +37,6 @@ NO_MODELS = frozenset({
 UNABLE = {
     "bitnet": "its kernels are Metal's",
     "muse_spark": "its kernels are Metal's",
-    "prism_hadamard_qwen35": "its weights come packed to 2 bits, and rotated",
 }
 """What cannot be made tiny, or run, here, and why."""
 
@@ -86,6 +85,12 @@ LATENT_SCALING = {"rope_type": "yarn", "type": "yarn", "factor": 4.0, "mscale": 
 MLP_FIRST = ["dense", "sparse", "sparse", "sparse"]
 CONV_FIRST = ["conv", "full_attention", "conv", "full_attention"]
 BOTH_ROPES = {"sliding_attention": ROPE, "full_attention": ROPE}
+
+
+def _pack(path: str, block: int, embedding: bool = False) -> dict[str, Any]:
+    """A module of 2-bit weights, turned in blocks; 0 for one that is not turned."""
+    return {"path": path, "embedding": embedding, "dtype": "float16", "block": block}
+
 
 EXTRA: dict[str, dict[str, Any]] = {
     "afm7": {"num_kv_reuse_layers": 2, "hidden_dim_scale_factor": 2.0},
@@ -186,6 +191,14 @@ EXTRA: dict[str, dict[str, Any]] = {
         "full_attention_idx": [1, 3], "mamba_d_state": 8, "mamba_d_conv": 4, "mamba_num_heads": 4,
         "mamba_step": 2, "mamba_chunk_size": 16,
     },
+    "prism_hadamard_qwen35": {
+        "schema_version": 1, "tensor_namespace": "mlx-lm-text",
+        "quantization": {"bits": 2, "group_size": 128, "mode": "affine"},
+        "modules": [
+            _pack("model.embed_tokens", 512, embedding=True), _pack("lm_head", 512),
+            _pack("model.layers.0.mlp.up_proj", 512), _pack("model.layers.1.self_attn.q_proj", 0),
+        ],
+    },
     "spark2_5": {
         "rope_parameters": BOTH_ROPES, "hidden_act": "gelu", "headwise_attn_output_gate": True,
         "gate_attn_act_mode": "sigmoid",
@@ -243,6 +256,9 @@ TEXT: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "pixtral": ("llama", {}),
+    "prism_hadamard_qwen35": (
+        "qwen3_5", LINEAR_ATTENTION | {"num_experts": 0, "hidden_size": 512},
+    ),
     "qwen2_vl": ("qwen2", {}),
     "qwen3_5": ("qwen3_5", LINEAR_ATTENTION | {"num_experts": 0}),
     "qwen3_5_moe": ("qwen3_5", LINEAR_ATTENTION),

@@ -154,6 +154,9 @@ def family_weights(config: dict[str, Any], seed: int = 0) -> dict[str, mx.array]
     generator = np.random.default_rng(seed)
     weights = {}
     for name, array in parameters(build_model(config)):
+        if array.dtype in (mx.uint32, mx.float16) or name.endswith(".signs"):
+            weights[name] = _packed(name, array, generator)
+            continue
         matrix = array.ndim > 1
         center, spread = (0.0, 2.0 * array.shape[-1] ** -0.5) if matrix else (1.0, 0.2)
         if name.endswith(("A_log", "w_lora.lora.2.bias")):
@@ -161,6 +164,19 @@ def family_weights(config: dict[str, Any], seed: int = 0) -> dict[str, mx.array]
         values = center + spread * generator.normal(0.0, 1.0, array.shape)
         weights[name] = mx.array(values.astype(np.float32))
     return weights
+
+
+def _packed(name: str, array: mx.array, generator: np.random.Generator) -> mx.array:
+    """A part of a matrix of 2-bit numbers q: words of 16, and of each 128 the scale and the bias of
+    scale * q + bias; or the signs that turn what is multiplied with it.
+    """
+    if array.dtype == mx.uint32:
+        return mx.array(generator.integers(0, 1 << 32, array.shape, np.uint32))
+    if name.endswith(".signs"):
+        return mx.array(generator.choice(np.array([-1, 1], np.float32), array.shape))
+    spread = 2.0 * (128 * array.shape[-1]) ** -0.5
+    bias = name.endswith(".biases")
+    return mx.full(array.shape, -1.5 * spread if bias else spread, array.dtype)
 
 
 def family_model(name: str, seed: int = 0) -> Any:
