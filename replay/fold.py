@@ -80,7 +80,8 @@ class Fold:
     applied: the last events that were applied as one, the digest of the state before, the state
     after.
     gap_reasons: the first few. only: a sequence; observations and content of others are not
-    compared. drafted: the same of the draft model's pool, where there is one.
+    compared. newest_step: the last one that was planned. drafted: the same of the draft model's
+    pool, where there is one.
     """
 
     def __init__(self, invariants: str = EACH_STEP, only: int | None = None) -> None:
@@ -97,7 +98,7 @@ class Fold:
         self._header: Header | None = None
         self._lost = False
         self._last_planned = -1
-        self._newest_step = 0
+        self.newest_step = 0
         self.drafted: Fold | None = None
 
     @property
@@ -117,7 +118,7 @@ class Fold:
     def finish(self) -> None:
         """The tape is at its end. Raises Diverged where an invariant does not hold there."""
         if self.drafted is not None:
-            with drafted.told_at(self._newest_step):
+            with drafted.told_at(self.newest_step):
                 self.drafted.finish()
         if self._state is None or self._lost:
             return
@@ -149,7 +150,7 @@ class Fold:
     def _draft(self, record: Drafted) -> None:
         if self.drafted is None:
             raise Unusable(drafted.NOT_NAMED)
-        with drafted.told_at(self._newest_step + 1):
+        with drafted.told_at(self.newest_step + 1):
             self.drafted.feed(record.record)
 
     def _checkpoint(self, record: Checkpoint) -> None:
@@ -163,7 +164,7 @@ class Fold:
         if inner is not None and self.drafted is not None:
             with drafted.told_at(record.step):
                 self.drafted.feed(inner)
-        self._newest_step = record.step
+        self.newest_step = record.step
         first = self.counts.records == 2
         if first or self._lost:
             require_sound(state, record.step)
@@ -190,7 +191,7 @@ class Fold:
             self._fold(record.step, "StepPlanned", -1, None, wrong)
         self._apply(record.step, "StepPlanned", record.events)
         self._compare_digest(record.step, "StepPlanned", record.digest)
-        self._last_planned = self._newest_step = record.step
+        self._last_planned = self.newest_step = record.step
         pieces = self._batch(record)
         self.pieces[record.step] = pieces
         self.counts.rows += sum(pieces.rows)

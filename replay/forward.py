@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, NoReturn
 
 from msgspec import structs
 
+from server.draft_model import drafted_arrival
 from statemachine.events import BlockLoaded
 from statemachine.geometry import has_state
 from statemachine.records import (
     Checkpoint,
+    Drafted,
     Gap,
     Header,
     Record,
@@ -30,6 +32,7 @@ from statemachine.records import (
 from .answers import Answers
 from .batches import Batches, Planned
 from .divergence import CONTENT, CRASH, OBSERVATION, TOKEN, Diverged, Divergence, Values
+from .drafted import header_of, told_at
 from .errors import Unusable
 from .fold import Fold
 from .models import Loaded, kernel_for, load
@@ -66,6 +69,7 @@ class ForwardChecker:
         self._excused = 0
         self._largest = 0.0
         self._built_here: list[int] = []
+        self._draft: ForwardChecker | None = None
 
     def feed(self, record: Record) -> None:
         """One record on. Raises Diverged, Unusable."""
@@ -75,6 +79,12 @@ class ForwardChecker:
         elif isinstance(record, RequestArrived):
             if self._loaded is not None:
                 self._loaded.require(record)
+            if self._draft is not None:
+                self._draft.feed(drafted_arrival(record))
+        elif isinstance(record, Drafted):
+            if self._draft is not None:
+                with told_at(self._fold.newest_step + 1):
+                    self._draft.feed(record.record)
         elif isinstance(record, Gap):
             self._refuse("has a gap, and the rows of the steps in it are not known", record)
         elif isinstance(record, Checkpoint) and record.step and self._fold.counts.records == 2:
@@ -86,7 +96,13 @@ class ForwardChecker:
             self._done(record)
         elif isinstance(record, StepFailed):
             self._failed(record)
-        self._answers.ended(record)
+        for answer in self._answers.ended(record):
+            if self._draft is not None:
+                self._draft.forget(answer.arrived.request)
+
+    def forget(self, request: int) -> None:
+        """A request is over, whether or not its sequence was ever opened here."""
+        self._answers.live.pop(request, None)
 
     def finish(self) -> None:
         """Nothing is left to compare."""
@@ -97,6 +113,8 @@ class ForwardChecker:
             "steps run again": self._steps,
             "tokens sampled again": self._tokens,
         }
+        if self._draft is not None:
+            figures["steps of the draft model run again"] = self._draft._steps
         if self._scores:
             figures["prompt tokens scored again"] = self._scores
         if self._built_here:
@@ -121,6 +139,11 @@ class ForwardChecker:
             loaded = self._loaded = load(record, self._options)
             kernel = kernel_for(record, loaded)
             self.use(kernel, loaded.exact, loaded.margin, loaded.note)
+        inner = header_of(record)
+        if inner is not None and self._draft is None:
+            assert self._fold.drafted is not None, "the fold comes first"
+            self._draft = ForwardChecker(self._options.for_draft(), self._fold.drafted)
+            self._draft.feed(inner)
 
     def _need_no_store(self, record: StepPlanned) -> None:
         """Rows that were kept in another server's life are not on this tape."""

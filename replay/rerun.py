@@ -63,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     model = parser.add_argument_group("the model, for forward and reference")
     model.add_argument("--model", metavar="PATH", help="where it is, if not where the tape says")
+    model.add_argument("--draft-model", metavar="PATH", help="where the model that guessed is")
     model.add_argument(
         "--adapter",
         action="append",
@@ -101,6 +102,7 @@ def main(arguments: list[str]) -> int:
             strict=given.strict,
             progress=True,
             tell=tell,
+            draft_model=given.draft_model,
         ),
     )
     print(as_json(outcome) if given.json else as_text(outcome))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Protocol
 
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from statemachine.records import Header, Record, StepDone, StepFailed, StepPlanned
 
@@ -36,7 +36,8 @@ CLEAN, DIVERGED, UNUSABLE, TORN = 0, 1, 2, 3
 @frozen
 class Options:
     """How a tape is replayed. adapters: name and path of those that are not where the tape's header
-    says, or not on it. margin None: a default that fits the device (models.py).
+    says, or not on it. margin None: a default that fits the device (models.py). draft_model: where
+    the model that guessed is, as `model` says of the other.
 
     start: a step; begin at the last checkpoint before it. until: the last step to look at. only: a
     sequence; others are not compared. strict: a last step that was never answered is a crash.
@@ -54,6 +55,11 @@ class Options:
     strict: bool = False
     progress: bool = False
     tell: Callable[[str], None] = lambda _: None
+    draft_model: str | None = None
+
+    def for_draft(self) -> Options:
+        """For the draft model's steps."""
+        return evolve(self, model=self.draft_model, draft_model=None, adapters=())
 
 
 @define
