@@ -26,9 +26,9 @@ EXAONE4 = "exaone4"
 MAMBA = "mamba"
 LONGCAT = "longcat_flash"
 NEMOTRON = "nemotron-nas"
-OWNED = (EXAONE4, MAMBA, LONGCAT, NEMOTRON)
 LFM2 = "lfm2"
 MAMBA2 = "mamba2"
+PAGED = (TINY, SMOLLM2, LFM2, MAMBA2)
 
 
 def _shared() -> tuple[Request, ...]:

@@ -1,7 +1,7 @@
 """Real models under loads: tiny random ones in folders of their own, and the bundled SmolLM2.
 
-A kernel's name is TINY (a llama), SMOLLM2, or an architecture of tiny_families. Those of OWNED run
-over caches of their own here, though pages and slots would hold them.
+A kernel's name is TINY (a llama), SMOLLM2, or an architecture of tiny_families. All but those of
+PAGED run over caches of their own here, whether pages and slots would hold them or not.
 
 Owns what has to be loaded once, and the header that lets replay load the same model. Imports MLX
 when a model is asked for, behind its BLAS.
@@ -25,7 +25,7 @@ from statemachine.geometry import Geometry
 from statemachine.records import FORMAT, AdapterUsed, Header
 
 from .adapters import write
-from .loads import OWNED, SMOLLM2, TINY, Load
+from .loads import PAGED, SMOLLM2, TINY, Load
 
 if TYPE_CHECKING:
     from kernel.adapters import Adapters
@@ -71,7 +71,7 @@ def _loaded(kernel: str) -> tuple[LoadedModel, Family]:
     from kernel.weights import load_model
 
     held = load_model(path_of(kernel))
-    if kernel in OWNED:
+    if kernel not in PAGED:
         return held, Family(None, "over caches of its own")
     return held, family_of(held.model)
 

@@ -26,6 +26,10 @@ from .asking import flips
 
 OPAQUE = "deepseek_v41"
 """An architecture that nothing but its own caches can serve."""
+REASONS = {
+    OPAQUE: "pad rows cannot be taken back out of the model's own caches",
+    MAMBA: "recurrent state: what pad rows do to it cannot be taken back",
+}
 
 PADDED = structs.replace(POLICY, prefill_tile=8)
 GREEDY = Policy(
@@ -53,8 +57,7 @@ def test_padding_that_somebody_asks_for_is_refused_at_the_start_with_the_reason(
     with pytest.raises(SettingsError) as caught:
         build_engine(Settings(model=real.path_of(kernel), **setting))
     assert str(caught.value) == (
-        "pad rows cannot be taken back out of the model's own caches: leave prefill_tile at 1 and "
-        "prefill_cohort off"
+        f"{REASONS[kernel]}: leave prefill_tile at 1 and prefill_cohort off"
     )
 
 
@@ -94,13 +97,12 @@ def test_the_header_says_what_the_model_cannot_do_and_the_policy_follows(
     header = next(item for item in Tape(str(tape)) if isinstance(item, Header))
     able = [header.capabilities[name] for name in ("batch", "pad", "rewind", "share")]
     held = (header.policy["max_running"], header.policy["prefix_cache"], header.sanitize)
-    if kernel == TINY:
-        assert (able, held) == ([True] * 4, (32, True, "edges"))
-        return
-    assert (able, held) == ([False] * 4, (1, False, "off"))
-    assert header.capabilities["pad_reason"] == (
-        "pad rows cannot be taken back out of the model's own caches"
-    )
+    assert (able, held) == {
+        TINY: ([True] * 4, (32, True, "edges")),
+        OPAQUE: ([False] * 4, (1, False, "off")),
+        MAMBA: ([True, False, False, True], (32, True, "edges")),
+    }[kernel]
+    assert header.capabilities.get("pad_reason") == REASONS.get(kernel)
 
 
 def test_a_paged_family_is_padded_and_its_pads_are_trimmed(tmp_path: Path) -> None:
