@@ -7,7 +7,6 @@ does not import MLX.
 
 from __future__ import annotations
 
-import os
 import platform
 import time
 from collections.abc import Callable
@@ -38,14 +37,10 @@ if TYPE_CHECKING:
     from kernel.adapters import Adapters
     from kernel.batch import Kernel
     from kernel.families import Family
-    from kernel.pages import LayerShape
     from kernel.weights import LoadedModel
 
 OFF = "off"
 """The sanitizer's mode where there are no pages to look at."""
-
-DEFAULT_POOL_TOKENS = 16_384
-"""Rows of a pool whose size nobody gave, as far as a quarter of the memory holds them."""
 
 Progress = Callable[[str], None]
 Flags = dict[str, bool | int | str]
@@ -179,15 +174,23 @@ def _kernel_of(
     from kernel.model_owned import ModelOwnedKernel
     from kernel.quantised import identity_of, quantised
 
+    from .pool_size import pool_blocks, pool_slots
+
     layout, bits = family.layout, settings.kv_bits or 0
     size, identity = settings.block_size, identity_of(loaded.digests["weights"], bits)
     if layout is not None:
         layout = quantised(layout, bits) if bits else layout
-        blocks, each = pool_blocks(settings, layout.shapes, beside)
-        pool = Geometry(size, layout.groups(blocks), identity)
+        blocks, each = pool_blocks(settings, layout, beside)
+        slots = pool_slots(settings, layout)
+        pool = Geometry(size, layout.groups(blocks, slots), identity)
 
         def over_pages() -> Kernel:
-            tell(f"making a pool of {blocks} blocks of {size} tokens, {each / 1024:.4g} KiB each")
+            if blocks:
+                kib = each / 1024
+                tell(f"making a pool of {blocks} blocks of {size} tokens, {kib:.4g} KiB each")
+            if slots:
+                kib = layout.slot_bytes / 1024
+                tell(f"making {slots} slots of one state, {kib:.4g} KiB each")
             masks = Grammars(loaded.tokenizer)
             return ModelKernel(
                 loaded.model,
@@ -230,48 +233,6 @@ def suited(policy: Policy, flags: Flags) -> Policy:
     if not flags["rewind"]:
         changes |= {"lookahead": False, "draft_tokens": 0}
     return structs.replace(policy, **changes)
-
-
-def pool_blocks(
-    settings: Settings, layers: tuple[LayerShape, ...], beside: int = 0
-) -> tuple[int, int]:
-    """Blocks in each group, and bytes of one of each, with those `beside` them. Raises
-    SettingsError where memory does not hold them.
-    """
-    from kernel.pages import block_bytes
-
-    groups = sorted({layer.group for layer in layers})
-    each = beside + sum(block_bytes(layers, group, settings.block_size) for group in groups)
-    memory = memory_bytes()
-    if settings.num_blocks is not None:
-        blocks = settings.num_blocks
-    elif settings.kv_memory is not None:
-        blocks = settings.kv_memory // each
-    else:
-        blocks = min(-(-DEFAULT_POOL_TOKENS // settings.block_size), memory // 4 // each)
-    if blocks < 1:
-        raise SettingsError(
-            f"one block of {settings.block_size} tokens takes {each / 2**20:.1f} MiB, more than "
-            "kv_memory (or a quarter of this machine's memory) holds: give more, or a smaller "
-            "block_size"
-        )
-    if blocks * each > memory:
-        raise SettingsError(
-            f"{blocks} blocks take {blocks * each / 2**30:.1f} GiB, but this machine has "
-            f"{memory / 2**30:.1f} GiB of memory: give fewer with num_blocks or kv_memory"
-        )
-    return int(blocks), each
-
-
-def memory_bytes() -> int:
-    """Memory that the pool may be made in: the GPU's where one is used, else the machine's."""
-    import mlx.core as mx
-
-    if mx.default_device().type == mx.gpu and not mx.metal.is_available():
-        size = mx.device_info().get("memory_size", 0)
-        if size:
-            return int(size)
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _header(

@@ -72,6 +72,11 @@ class Settings:
     kv_memory: Size | None = _setting(  # noqa: RUF009
         None, "size of the pool instead of num_blocks, as in 2GiB"
     )
+    num_slots: int | None = _setting(
+        None,
+        "states of recurrent layers to hold, in slots: up to two for each request that runs, the "
+        "others for prefixes (default: 4 for each of max_running, an eighth of the memory at most)",
+    )
     kv_bits: int | None = _setting(
         None, "8 or 4: keep K and V in as many bits a number, and more tokens in the memory"
     )
@@ -246,7 +251,7 @@ def _checked(settings: Settings) -> Settings:
     """The settings, where each is in its range. Raises SettingsError."""
     _require(0 <= settings.port <= 65535, "port", settings.port, "between 0 and 65535")
     sizes = (
-        *("block_size", "num_blocks", "kv_memory", "max_body_bytes", "max_waiting"),
+        *("block_size", "num_blocks", "num_slots", "kv_memory", "max_body_bytes", "max_waiting"),
         "prefix_store_bytes",
     )
     for name in sizes:
