@@ -39,7 +39,7 @@ STATE_WAYS = (SPLIT, ALONE)
 """Those of a model that keeps states from row to row."""
 
 
-SINGLY = "of several rows at once mlx-lm's own caches make other logits, which are not gone by"
+SINGLY = "of several rows at once mlx-lm makes other logits, or none: each is taken as it is alone"
 
 
 @frozen
@@ -80,10 +80,13 @@ class Capabilities:
 
 @frozen
 class Family:
-    """How a model is served. layout: over pages; None: over caches of its own. reason: why."""
+    """How a model is served. layout: over pages; None: over caches of its own. reason: why. singly:
+    whether it is right over mlx-lm's own caches for one row at a time only.
+    """
 
     layout: Layout | None
     reason: str
+    singly: bool = False
 
     def groups(self, num_blocks: int = 0, num_slots: int | None = None) -> tuple[Group, ...]:
         """Groups of `num_blocks` blocks each, and of `num_slots` slots where there are states; one
@@ -104,6 +107,8 @@ class Family:
         flags = self.capabilities.as_flags() | {"way": self.way}
         if self.layout is not None and not self.layout.split:
             flags["split"] = False
+        if self.singly:
+            flags["singly"] = True
         return flags
 
     @property
@@ -125,7 +130,8 @@ def family_of(model: Any) -> Family:
                 where = "pages and states in slots" if layout.states else "pages"
                 reasons.pop(way.name, None)
                 said = _because(f"{way.name} over {where}", ways, reasons)
-                return Family(layout, f"{said}; {SINGLY}" if references.singly else said)
+                said = f"{said}; {SINGLY}" if references.singly else said
+                return Family(layout, said, references.singly)
             reasons.setdefault(way.name, reason)
     return Family(None, _because("over caches of its own", ways, reasons))
 

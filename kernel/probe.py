@@ -24,7 +24,7 @@ from .errors import ModelError
 from .forward import Forward
 from .layout import Layout
 from .metadata import build
-from .own_rows import at_once, one_by_one, own_logits
+from .own_rows import at_once, one_by_one
 from .pages import Pages
 from .split import cut
 
@@ -45,7 +45,8 @@ BLOCK_SIZE = 4
 class References:
     """What a model makes of the probe's tokens over mlx-lm's own caches; made when asked for.
 
-    singly: of one row after the other, where that is another thing than all at once.
+    singly: of one row after the other, where that is another thing than all at once; it becomes
+    true where a model cannot take several.
     """
 
     def __init__(self, model: Any, singly: bool = False) -> None:
@@ -70,9 +71,12 @@ class References:
         return self._rows
 
     def _logits(self, tokens: list[int]) -> mx.array:
-        if self.singly:
-            return one_by_one(self._model, tokens, narrowed(self._model))
-        return own_logits(self._model, tokens, lambda: narrowed(self._model))[0]
+        if not self.singly:
+            try:
+                return at_once(self._model, tokens, narrowed(self._model))
+            except Exception:  # one that takes one row at a time
+                self.singly = True
+        return one_by_one(self._model, tokens, narrowed(self._model))
 
     def split(self, vocab: int) -> bool:
         """Whether logits can be made for few rows."""

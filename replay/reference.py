@@ -45,6 +45,7 @@ class ReferenceChecker:
         self._loaded: Loaded | None = None
         self._masks: Grammars | None = None
         self._caches: Callable[[], list[Any]] = list
+        self._chunk_rows = CHUNK_ROWS
         self._first: Divergence | None = None
         self._requests = 0
         self._tokens = 0
@@ -60,6 +61,8 @@ class ReferenceChecker:
             self._loaded = load(record, self._options)
             self._loaded.add_adapters(record)
             self._caches = caches_of(self._loaded.model.model, record)
+            # Of some models mlx-lm is right for one row at a time only.
+            self._chunk_rows = 1 if record.capabilities.get("singly") else CHUNK_ROWS
             self._masks = Grammars(self._loaded.model.tokenizer)
         elif isinstance(record, StepPlanned):
             self._pieces[record.step] = self._fold.pieces[record.step]
@@ -96,7 +99,8 @@ class ReferenceChecker:
         self._requests += 1
         self._options.tell(f"request {answer.arrived.request} alone")
         with self._loaded.serving(answer.arrived):
-            for first, rows in dense_rows(self._loaded.model.model, answer, self._caches()):
+            model, caches = self._loaded.model.model, self._caches()
+            for first, rows in dense_rows(model, answer, caches, self._chunk_rows):
                 self._compare(answer, first, rows)
 
     def _compare(self, answer: Answer, first: int, rows: Any) -> None:
@@ -173,7 +177,7 @@ class ReferenceChecker:
         )
 
 
-def dense_rows(model: Any, answer: Answer, cache: list[Any]) -> Any:
+def dense_rows(model: Any, answer: Answer, cache: list[Any], chunk_rows: int = CHUNK_ROWS) -> Any:
     """Yield (number of the first sample, scores [n, vocab] float32) for all samples of an answer.
 
     The row that fed token p gives the scores of position p + 1.
@@ -182,8 +186,8 @@ def dense_rows(model: Any, answer: Answer, cache: list[Any]) -> Any:
 
     stream = answer.stream[:-1]
     first_row = len(answer.arrived.tokens) + len(answer.before) - 1
-    for begin in range(0, len(stream), CHUNK_ROWS):
-        chunk = stream[begin : begin + CHUNK_ROWS]
+    for begin in range(0, len(stream), chunk_rows):
+        chunk = stream[begin : begin + chunk_rows]
         scores = model(mx.array(chunk)[None], cache=cache)[0]
         end = begin + len(chunk)
         if end <= first_row:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -17,9 +19,14 @@ from kernel.families import SINGLY, family_of
 from kernel.layout import ADDED, ALONE, SINGLE, Way, look
 from kernel.metadata import build
 from kernel.own_rows import own_logits
+from replay import reference
+from replay.models import Loaded
+from replay.run import REFERENCE, Options, replay
 from statemachine.geometry import Geometry, Group
 
+from . import families
 from .paged import Book
+from .tampering import write
 from .tiny_architectures import architecture_model
 
 GEOMETRY = Geometry(block_size=4, groups=(Group(num_blocks=8),))
@@ -144,3 +151,23 @@ def test_llama4s_chunks_begin_at_the_first_row_that_is_fetched(
     monkeypatch.setattr(gathered.GatheredCache, "start_position", first)
     with pytest.raises((ModelError, ValueError)):
         probe.probe(model, look(model, ALONE))
+
+
+@pytest.mark.parametrize("name", ["olmo", "phi3small"])
+def test_a_tape_of_a_model_that_is_right_for_one_row_at_a_time_is_clean_at_depth_reference(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = architecture_model(name)
+    family = family_of(model)
+    assert family.flags["singly"] is True
+    outcome = families.serve(model, family)
+    held: Any = SimpleNamespace(model=model, tokenizer=None)
+    monkeypatch.setattr(reference, "load", lambda *_: Loaded(held, True, 0.001, ""))
+    tape = write(tmp_path, outcome.records)
+    found = replay(tape, Options(depth=REFERENCE))
+    assert found.divergence is None
+    assert found.figures["requests run alone"] == len(outcome.texts)
+
+
+def test_a_model_that_takes_rows_at_once_is_not_said_to_want_them_singly() -> None:
+    assert "singly" not in family_of(architecture_model("llama")).flags
