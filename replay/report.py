@@ -26,7 +26,8 @@ class DivergenceReport(Struct, frozen=True, rename={"kind": "class"}):
     event in that record, which is JSON as the tape writes it. values: quantities as recorded (the
     engine wrote it), derived (it follows from the events) and observed (the caches used it).
     last_events: of the sequence, oldest first; of the record, where no one sequence is at fault.
-    neighbours: the batch. meaning, try_next: for people.
+    neighbours: the batch. draft_step: the draft model's own step, of what is wrong in its pool, in
+    the round that stands before `step`. meaning, try_next: for people.
     """
 
     kind: str
@@ -43,6 +44,7 @@ class DivergenceReport(Struct, frozen=True, rename={"kind": "class"}):
     values: tuple[Values, ...]
     last_events: tuple[Happened, ...]
     neighbours: tuple[Neighbour, ...]
+    draft_step: int
     meaning: str
     try_next: tuple[NextStep, ...]
 

@@ -186,9 +186,10 @@ def test_printed_settings_are_toml_that_gives_the_same_settings(
         capture='a"b\\c\x7fé', cors_origins=Texts(("https://a", "http://b:1")), port=9,
         kv_memory=Size(2**31), lookahead=False,
     )  # fmt: skip
-    assert (
-        printed(capsys, "--config", toml(tmp_path, text)).count("  # in ") == text.count("\n") - 7
-    )
+    named = [line for line in text.splitlines() if not line.startswith("#")]
+    assert len(named) > 30
+    again = printed(capsys, "--config", toml(tmp_path, text))
+    assert again.count("  # in ") == len(named)
 
 
 def test_each_printed_setting_names_its_source(
