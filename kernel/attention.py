@@ -20,9 +20,10 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models import base
 
-from .caches import HandleMisused, KeyHandle, MaskHandle, Positions, ScoresHandle
+from .caches import Positions
 from .context import StepContext
 from .fastmath import EXPONENT_MIN, LOG2E, exp2
+from .handles import HandleMisused, KeyHandle, MaskHandle, ScoresHandle
 from .paged_attention import Layer
 from .pages import Codes
 from .quantised import Code

@@ -14,8 +14,8 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from statemachine.geometry import OPAQUE, RECURRENT, WINDOW, Group
 
-from .caches import HandleMisused
 from .errors import ModelError
+from .handles import HandleMisused
 from .layout import (
     ADDED,
     ALONE,

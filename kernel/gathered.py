@@ -11,8 +11,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from .caches import HandleMisused
 from .context import StepContext
+from .handles import HandleMisused
 from .layout import Layout, as_taken, leaves
 from .metadata import CacheUse, StepMetadata
 from .pages import PageStep

@@ -11,9 +11,9 @@ import pytest
 from msgspec import structs
 
 from kernel import attention, gathered, layout, probe, recurrent
-from kernel.caches import HandleMisused
 from kernel.errors import ModelError
 from kernel.families import STATE_WAYS, WAYS, family_of
+from kernel.handles import HandleMisused
 from server import cli
 from server.families_command import architectures as told
 from statemachine.events import Preempted, PrefixAdopted

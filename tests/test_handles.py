@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 from mlx_lm.models import gpt_bigcode
 
-from kernel import attention, caches, probe
+from kernel import attention, handles, probe
 from kernel.batch import Batch
-from kernel.caches import HandleMisused, PagedCache, Positions
+from kernel.caches import PagedCache, Positions
 from kernel.context import StepContext
 from kernel.errors import ModelError
 from kernel.families import family_of
+from kernel.handles import HandleMisused
 from kernel.layout import PACKED, look
 from kernel.metadata import build
 from kernel.paged_choice import suited
@@ -214,8 +215,8 @@ def test_the_probe_refuses_scores_that_are_not_added(monkeypatch: pytest.MonkeyP
     def dropped(values: Any, queries: mx.array) -> Any:
         return scores(values, mx.zeros_like(queries))
 
-    scores = caches.ScoresHandle
-    monkeypatch.setattr(caches, "ScoresHandle", dropped)
+    scores = handles.ScoresHandle
+    monkeypatch.setattr(handles, "ScoresHandle", dropped)
     monkeypatch.setattr(attention, "ScoresHandle", scores)
     assert refusal("mistral4").startswith(DIFFERS)
 

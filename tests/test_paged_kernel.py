@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from kernel import attention, fastmath, paged_attention, paged_choice
-from kernel.caches import HandleMisused, PagedCache
+from kernel.caches import PagedCache
 from kernel.context import StepContext
 from kernel.forward import Forward
+from kernel.handles import HandleMisused
 from kernel.layout import look
 from kernel.metadata import build
 from kernel.model_kernel import ModelKernel

@@ -18,10 +18,11 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from kernel import attention, fastmath
 from kernel.batch import Batch, BuildFailed
-from kernel.caches import HandleMisused, PagedCache
+from kernel.caches import PagedCache
 from kernel.context import StepContext
 from kernel.errors import ModelError
 from kernel.families import capabilities_of, family_of, groups_for, layer_shapes, owned_groups
+from kernel.handles import HandleMisused
 from kernel.metadata import build
 from kernel.model_kernel import ModelKernel
 from kernel.pages import LayerShape, Pages

@@ -62,14 +62,14 @@ def _array(values: Any) -> Any:
     "rows written",
 )
 def update_skipped(original: Any, witness: Witness) -> Any:
-    from kernel.caches import KeyHandle, ValueHandle
+    from kernel.handles import KeyHandle, ValueHandle
 
     def update(cache: Any, keys: Any, values: Any) -> Any:
         if not witness.on or cache.layer != ODD_LAYER:
             return original(cache, keys, values)
         witness.note(-1, DONE)
         cache._use()
-        cache._handles = (KeyHandle(cache, keys.dtype), ValueHandle(cache, values.dtype))
+        cache._handles = (KeyHandle(cache, keys), ValueHandle(cache, values))
         return cache._handles
 
     return update
