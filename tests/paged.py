@@ -57,10 +57,7 @@ class Book:
         before = self.sequences.get(seq) or self.open(seq)
         grown = extend(self.geometry, before, tuple(tokens))
         need = self.geometry.blocks_for(grown.committed + pads)
-        tables = tuple(
-            table + tuple(self._free[group].pop() for _ in range(need - len(table)))
-            for group, table in enumerate(before.tables)
-        )
+        tables = tuple(self._grown(group, table, need) for group, table in enumerate(before.tables))
         sequence = structs.replace(grown, tables=tables, pads=pads)
         self.sequences[seq] = sequence
         return Piece(
@@ -71,14 +68,17 @@ class Book:
             parameters=Parameters(max_tokens=1, **wanted) if wanted else None,
         )
 
+    def _grown(self, group: int, table: tuple[int, ...], need: int) -> tuple[int, ...]:
+        """The table with blocks of its own up to `need`; of slots the last one alone."""
+        new = self.geometry.groups[group].new_blocks(len(table), need)
+        holes = (NO_BLOCK,) * (need - len(table) - new)
+        return table + holes + tuple(self._free[group].pop() for _ in range(new))
+
     def ahead(self, seq: int, step: int, **wanted: Any) -> Piece:
         """A piece of one row whose token the step before samples."""
         before = self.sequences[seq]
         need = self.geometry.blocks_for(before.offset + 1)
-        tables = tuple(
-            table + tuple(self._free[group].pop() for _ in range(need - len(table)))
-            for group, table in enumerate(before.tables)
-        )
+        tables = tuple(self._grown(group, table, need) for group, table in enumerate(before.tables))
         rows = (*before.speculative, Speculative(NO_TOKEN, step))
         self.sequences[seq] = structs.replace(before, tables=tables, speculative=rows)
         parameters = Parameters(max_tokens=1, **wanted) if wanted else None
@@ -129,7 +129,7 @@ class Runner:
         groups = layout.groups(num_blocks)
         self.geometry = Geometry(block_size=block_size, groups=groups, identity="test")
         self.book = Book(self.geometry)
-        self.pages = Pages(self.geometry, layout.shapes)
+        self.pages = Pages(self.geometry, layout.shapes, states=layout.states)
         self.forward = Forward(model, layout)
         self._step = 0
 
