@@ -7,7 +7,7 @@ How data flows through a step:
       -> forward.Forward: the mlx-lm model, called as its layout.Layout says: packed, its layers
          meet caches.PagedCache (writes into pages.Pages, returns handles) and attention.dispatch
          (reads the pages through the tables); else gathered.GatheredCache, which returns arrays
-         and, for models that keep states, recurrent.StateCache (read from slots, put back at the end)
+         and, of models with states, recurrent.StateCache (read from slots, put back at the end)
       -> adjusting.adjusted (penalties, bias, grammar.Grammars' masks; only for rows that ask)
       -> sampling.sample -> tokens and fingerprints; telling.tell -> log-probabilities, scores,
          embeddings, for who asks: the only arrays that are evaluated
