@@ -8,16 +8,16 @@ paged_attention.py.
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
+from .drawing import CudaSampler, Sampler
 from .fastmath import LOG2E
 from .paged_attention import Layer, Shape
 from .paged_plan import RowsPlan
+from .products import SOURCE, CudaProducts, Products
 
-SOURCE = Path(__file__).parent / "paged_source"
 HEADERS = ("cuda.h", "decode.h", "tensor.h")
 WARPS = 4
 FETCH_THREADS = 256
@@ -68,6 +68,8 @@ class CudaDialect:
 
     in_place = True
     blocks = 264
+    products: Products | None = CudaProducts()
+    sampler: Sampler | None = CudaSampler()
 
     def __init__(self) -> None:
         self._counters: dict[int, mx.array] = {}

@@ -13,10 +13,11 @@ from typing import Any
 
 import mlx.core as mx
 
-from .attention_cuda import SOURCE
+from .drawing import Sampler
 from .fastmath import LOG2E
 from .paged_attention import Layer, Shape
 from .paged_plan import RowsPlan
+from .products import SOURCE, Products
 
 HEADERS = ("metal.h", "decode.h")
 WARPS = 4
@@ -86,6 +87,8 @@ class MetalDialect:
 
     in_place = False
     blocks = 256
+    products: Products | None = None
+    sampler: Sampler | None = None
 
     def decode(
         self, shape: Shape, plan: mx.array, counts: RowsPlan, queries: mx.array, layer: Layer

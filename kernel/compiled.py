@@ -9,6 +9,7 @@ changes. Plans are filled up to few sizes, so that steps share graphs while cont
 from __future__ import annotations
 
 import copy
+import logging
 from collections import OrderedDict
 from collections.abc import Callable
 
@@ -21,6 +22,8 @@ from .errors import describe
 from .metadata import CacheUse
 from .pages import PageStep
 from .split import Body
+
+log = logging.getLogger(__name__)
 
 GRAPHS_MAX = 64
 Run = Callable[[Body, StepContext, PageStep], tuple[mx.array, list[CacheUse]]]
@@ -43,6 +46,7 @@ class CompiledCalls:
         self._graphs: OrderedDict[Key, _Graph] = OrderedDict()
         self._asked: tuple[tuple[int, int], ...] | None = None
         self.failure = ""
+        """Why steps are built anew each time; empty where they share graphs."""
 
     def run(
         self, body: Body, context: StepContext, pages: PageStep
@@ -75,6 +79,11 @@ class CompiledCalls:
         except Exception as error:  # what a model does in Python that no graph can hold
             self.failure = describe(error)
         if hidden is None:
+            log.warning(
+                "from here on each step's graph is built anew, which takes milliseconds: "
+                "the model's body cannot be compiled: %s",
+                self.failure,
+            )
             self._graphs.clear()
             return self._run(body, context, pages)
         self._graphs[key] = graph

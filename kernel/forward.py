@@ -19,11 +19,13 @@ from statemachine.records import Observation
 from .adapters import BASE, Serving
 from .compiled import CompiledCalls
 from .context import StepContext
+from .few_rows import FewRows
 from .gathered import GatheredCalls
 from .layout import Layout, as_taken, look, paged_caches
 from .metadata import CacheUse, Longs, StepMetadata, observe
 from .paged_attention import Dialect
 from .pages import PageStep
+from .products import ROWS_MAX as FEW_ROWS_MAX
 from .split import Body, Head, body_and_head, unchanged
 
 
@@ -55,7 +57,8 @@ class Forward:
     """A model with our caches in place of its own, called as its layout says.
 
     window_max: no window that a mask names is wider; only a probe narrows them. dialect: kernels
-    that attend through block tables, for models called packed.
+    that attend through block tables, for models called packed. few_rows: the body of steps of few
+    rows.
     """
 
     def __init__(
@@ -65,8 +68,10 @@ class Forward:
         *,
         window_max: int = ROWS_MAX,
         dialect: Dialect | None = None,
+        few_rows: FewRows | None = None,
     ) -> None:
         self._layout = layout or look(model)
+        self._few_rows = few_rows
         self._dialect = dialect
         self._body: Body = model
         self._head: Head = unchanged
@@ -85,6 +90,11 @@ class Forward:
     def shows_hidden(self) -> bool:
         """Whether what the head is fed can be told from its logits."""
         return self._split
+
+    @property
+    def failure(self) -> str:
+        """Why steps are built anew each time, where they should share graphs; empty if they do."""
+        return self._calls.failure if isinstance(self._calls, CompiledCalls) else ""
 
     def reset(self) -> None:
         """Forget what was made of page arrays that are thrown away."""
@@ -114,13 +124,23 @@ class Forward:
 
     def hidden(self, context: StepContext, pages: PageStep) -> tuple[mx.array, Observation]:
         """What the head is fed, [T, 1, D], and what the caches saw; writes go into `pages`."""
-        hidden, uses = self._calls.run(self._body, context, pages)
+        body = self._body
+        if self._few_rows is not None and _is_few(context):
+            body = self._few_rows
+        hidden, uses = self._calls.run(body, context, pages)
         return hidden, observe(context.metadata, _told(uses, self._layout.reads))
 
     def logits(self, hidden: mx.array, rows: Longs, serving: Serving = BASE) -> mx.array:
         """Logits [len(rows), vocab] float32 of some rows."""
         with serving.rows(rows):
             return self._head(hidden[_index(rows)])[:, -1].astype(mx.float32)
+
+
+def _is_few(context: StepContext) -> bool:
+    """Whether a step is one for the body of few rows."""
+    tables = context.tables
+    fixed = tables is not None and tables.fixed and context.serving is BASE
+    return fixed and context.metadata.total_rows <= FEW_ROWS_MAX
 
 
 def _told(uses: Items[CacheUse], reads: frozenset[int]) -> list[CacheUse]:

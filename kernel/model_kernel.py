@@ -30,15 +30,17 @@ from .adjusting import adjusted, asked_of, plan_adjustments
 from .batch import Batch, BuildFailed, EvalFailed, StepResult
 from .block_arrays import block_spec, to_device, to_host
 from .block_io import BlockRows, TensorSpec
+from .drawing import sampler_for
 from .errors import ModelError, describe
 from .families import family_of
+from .few_rows import few_rows
 from .forward import Forward, anchor, hidden_rows
 from .layout import Layout, look
 from .masks import Masks
 from .metadata import BadBatch, StepMetadata, build, last_tokens, pending_sources
 from .order import Order
 from .paged_attention import Dialect
-from .paged_choice import choose
+from .paged_choice import choose, not_shared
 from .pages import Pages, PageStep
 from .sampling import plan_samples, sample
 from .shadow import EDGES, Shadow
@@ -123,7 +125,15 @@ class ModelKernel:
         if dialect is None:
             dialect, self._tables_off = choose(model, layout, geometry.block_size)
         self._dialect = dialect
-        self._forward = Forward(model, layout, dialect=dialect)
+        products = None if dialect is None or not layout.split else dialect.products
+        few, few_off = few_rows(model, products)
+        sampler = None if dialect is None else dialect.sampler
+        self._sampler, sampler_off = sampler_for(sampler, layout.vocab_size)
+        self._forward = Forward(model, layout, dialect=dialect, few_rows=few)
+        anew = ""
+        if dialect is not None and dialect.in_place:
+            anew = not_shared(self._forward, layout, geometry.block_size)
+        self._left_out = tuple(filter(None, (few_off, sampler_off, anew)))
         self._shadow = Shadow(geometry, sanitize)
         self._order = Order()
         self._newest = _Newest()
@@ -140,9 +150,9 @@ class ModelKernel:
 
     @property
     def attention(self) -> str:
-        """How pages are attended to: `tables` or GATHER, with the reason where one is due."""
+        """How pages are attended to: `tables` or GATHER, and why what else is not used here."""
         if self._dialect is not None:
-            return "tables"
+            return "; ".join(("tables", *self._left_out))
         return f"{GATHER}: {self._tables_off}" if self._tables_off else GATHER
 
     @property
@@ -253,7 +263,8 @@ class ModelKernel:
             plan = plan_samples(zip(asked, metadata.sample_positions, strict=True))
             changes = plan_adjustments(asked_of(batch.pieces), plan.rows, self._vocab, self._masks)
             logits = self._forward.logits(hidden, metadata.sample_rows, serving)
-            samples = sample(adjusted(logits, changes), plan)
+            draw = sample if self._sampler is None else self._sampler.sample
+            samples = draw(adjusted(logits, changes), plan)
             outputs = [samples.tokens, samples.logits, samples.margins]
             tokens = samples.tokens
         telling = plan_telling(batch.pieces)

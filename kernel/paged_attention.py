@@ -21,9 +21,11 @@ import mlx.core as mx
 import numpy as np
 from attrs import evolve, frozen
 
+from .drawing import Sampler
 from .fastmath import LOG2E
 from .metadata import Longs, StepMetadata
 from .paged_plan import RowsPlan, plan_fetch, plan_rows
+from .products import Products
 
 ROW_KEYS_MAX = 1 << 16
 """A piece is attended row by row up to that many keys of all its rows together; beyond it, its keys
@@ -102,6 +104,10 @@ class Dialect(Protocol):
     in_place: bool
     blocks: int
     """How many keep the device busy."""
+    products: Products | None
+    """Products of few rows with weights, where there are kernels for them."""
+    sampler: Sampler | None
+    """Samples in one launch, where there is a kernel for it."""
 
     def decode(
         self, shape: Shape, plan: mx.array, counts: RowsPlan, queries: mx.array, layer: Layer

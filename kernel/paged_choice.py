@@ -17,6 +17,7 @@ from statemachine.sequence import Sequence
 from .attention_cuda import CudaDialect
 from .attention_metal import MetalDialect
 from .batch import Batch, Piece
+from .drawing import Sampler
 from .errors import describe
 from .forward import Forward
 from .layout import Layout
@@ -25,6 +26,7 @@ from .paged_attention import Dialect, Layer, Shape, takes
 from .paged_check import disagreement
 from .paged_plan import RowsPlan
 from .pages import PageStep
+from .products import Products
 
 
 def choose(model: Any, layout: Layout, block_size: int) -> tuple[Dialect | None, str]:
@@ -57,6 +59,23 @@ def suited(
 def asked_shapes(model: Any, layout: Layout, block_size: int) -> list[tuple[Shape, int]]:
     """The kernels that a model's layers ask for, each with its group; nothing is computed."""
     recorder = _Recorder()
+    _feed_one_row(Forward(model, layout, dialect=recorder), layout, block_size)
+    asked = [(shape, layout.shapes[number].group) for shape, number in recorder.asked]
+    return list(dict.fromkeys(asked))
+
+
+def not_shared(forward: Forward, layout: Layout, block_size: int) -> str:
+    """Why steps of the forward cannot share graphs (compiled.py), tried at load, so that it stands
+    on tape; empty where they can, or where nobody would expect them to. Nothing is computed.
+    """
+    for _ in range(2):  # the first shows which plans are asked for
+        _feed_one_row(forward, layout, block_size)
+    forward.reset()
+    return f"each step is built anew: {forward.failure}" if forward.failure else ""
+
+
+def _feed_one_row(forward: Forward, layout: Layout, block_size: int) -> None:
+    """Build a step of one row over pages of one block."""
     geometry = Geometry(block_size=block_size, groups=layout.groups(1))
     count = len(geometry.groups)
     sequence = Sequence(0, Namespace(), 0, committed=1, tables=((0,),) * count, starts=(0,) * count)
@@ -65,10 +84,7 @@ def asked_shapes(model: Any, layout: Layout, block_size: int) -> list[tuple[Shap
         [mx.zeros((1, block_size, it.kv_heads, it.key_dim), it.dtype) for it in layout.shapes],
         [mx.zeros((1, block_size, it.kv_heads, it.value_dim), it.dtype) for it in layout.shapes],
     )
-    forward = Forward(model, layout, dialect=recorder)
     forward.hidden(forward.context(metadata), pages)
-    asked = [(shape, layout.shapes[number].group) for shape, number in recorder.asked]
-    return list(dict.fromkeys(asked))
 
 
 class _Recorder:
@@ -76,6 +92,8 @@ class _Recorder:
 
     in_place = True
     blocks = 1
+    products: Products | None = None
+    sampler: Sampler | None = None
 
     def __init__(self) -> None:
         self.asked: list[tuple[Shape, int]] = []

@@ -18,10 +18,13 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from kernel import attention_cuda, attention_metal
+from kernel import attention_cuda, attention_metal, drawing, products
+from kernel.drawing import Sampler
 from kernel.fastmath import LOG2E
 from kernel.paged_attention import Layer, Shape
 from kernel.paged_plan import RowsPlan
+from kernel.products import Norm, Products, Projections, Rope
+from kernel.sampling import Samples, SamplingPlan
 
 EMULATOR = Path(__file__).parent / "emulator"
 ALIGNMENT = 256
@@ -108,10 +111,94 @@ def _poisoned(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
     return array
 
 
+class EmulatedProducts:
+    """CudaProducts, emulated."""
+
+    def __init__(self, changes: tuple[Change, ...] = ()) -> None:
+        self.calls = 0
+        self._changes = changes
+
+    def _run(
+        self,
+        names: tuple[list[str], list[str]],
+        body: str,
+        inputs: list[mx.array],
+        blocks: int,
+        shapes: list[tuple[int, ...]],
+    ) -> list[mx.array]:
+        self.calls += 1
+        kinds = {"positions": "const int*", "rates": "const float*"}
+        values = [f"{kinds.get(name, f'const {products.T}*')} {name}" for name in names[0]]
+        values += [f"{products.T}* {name}" for name in names[1]]
+        values += [f"const int* {name}_shape" for name in names[0]]
+        library = _library(
+            '#include "cuda.h"\n'
+            + _text(products.HEADERS, self._changes)
+            + _entry("run_product", values, body)
+        )
+        outputs = [_poisoned(shape, mx.bfloat16) for shape in shapes]
+        told = [mx.array(np.array(it.shape, np.int32)) for it in inputs]
+        grid = (blocks, 1, products.warps_of(products.tiles_of(len(inputs[0]))) * 32)
+        _call(library.run_product, grid, [*inputs, *outputs, *told])
+        return outputs
+
+    def added(self, x: mx.array, weights: mx.array, base: mx.array) -> mx.array:
+        rows, features = len(x), len(weights)
+        body = products.added_body(products.tiles_of(rows))
+        blocks = products.blocks_of(rows, features // products.TILE)
+        return self._run(products.ADDED, body, [x, weights, base], blocks, [(rows, features)])[0]
+
+    def gated(self, x: mx.array, norm: Norm, gate: mx.array, up: mx.array) -> mx.array:
+        rows, features = len(x), len(gate)
+        body = products.gated_body(products.tiles_of(rows), norm.eps)
+        blocks = products.blocks_of(rows, features * 2 // products.TILE)
+        inputs = [x, norm.weights, gate, up]
+        return self._run(products.GATED, body, inputs, blocks, [(rows, features)])[0]
+
+    def heads(
+        self, x: mx.array, norm: Norm, weights: Projections, positions: mx.array, rope: Rope
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        rows, tiles = len(x), products.tiles_of(len(x))
+        body = products.heads_body(tiles, norm.eps, rope.dim, rope.traditional)
+        blocks = products.blocks_of(rows, sum(len(it) for it in weights) // products.TILE)
+        shapes = [(rows, len(it) // rope.dim, rope.dim) for it in weights]
+        inputs = [x, norm.weights, *weights, positions, rope.rates]
+        queries, keys, values = self._run(products.HEADS, body, inputs, blocks, shapes)
+        return queries, keys, values
+
+
+class EmulatedSampler:
+    """CudaSampler, emulated."""
+
+    def __init__(self, changes: tuple[Change, ...] = ()) -> None:
+        self.calls = 0
+        self._changes = changes
+
+    def sample(self, logits: mx.array, plan: SamplingPlan) -> Samples:
+        self.calls += 1
+        values = ["const float* logits", "const float* asked", "unsigned* tokens"]
+        values += ["float* chosen", "float* margins", "const int* logits_shape"]
+        library = _library(
+            '#include "cuda.h"\n'
+            + _text(drawing.HEADERS, self._changes)
+            + _entry("run_sample", values, drawing.body())
+        )
+        rows = len(logits)
+        tokens = mx.full((rows,), 2**32 - 1, mx.uint32)
+        mx.eval(tokens)
+        chosen, margins = (_poisoned((rows,), mx.float32) for _ in range(2))
+        told = [mx.array(drawing.asked_of(plan)), tokens, chosen, margins]
+        shape = mx.array(np.array(logits.shape, np.int32))
+        _call(library.run_sample, (rows, 1, drawing.THREADS), [logits, *told, shape])
+        return Samples(tokens, chosen, margins)
+
+
 class EmulatedCuda:
     """CudaDialect, emulated. changes: to the source."""
 
     in_place = True
+    products: Products | None = None
+    sampler: Sampler | None = None
 
     def __init__(self, blocks: int = 24, changes: tuple[Change, ...] = ()) -> None:
         self.blocks = blocks
@@ -175,6 +262,8 @@ class EmulatedMetal:
     """MetalDialect, emulated."""
 
     in_place = False
+    products: Products | None = None
+    sampler: Sampler | None = None
     blocks = 24
 
     def __init__(self, changes: tuple[Change, ...] = ()) -> None:

@@ -17,6 +17,7 @@ from kernel.context import StepContext
 from kernel.forward import PackedCall
 from kernel.layout import look
 from kernel.metadata import build
+from kernel.model_kernel import ModelKernel
 from kernel.paged_attention import Layer, Shape
 from kernel.paged_plan import ITEM_INTS, RowsPlan
 from kernel.pages import Pages
@@ -35,6 +36,8 @@ class InGraph:
 
     in_place = True
     blocks = 24
+    products = None
+    sampler = None
 
     def __init__(self) -> None:
         self.calls = 0
@@ -136,14 +139,23 @@ def test_rows_of_adapters_are_built_anew() -> None:
     assert steps.dialect.calls - before == LAYERS
 
 
-def test_a_body_that_no_graph_can_hold_is_run_as_it_is() -> None:
+def test_a_body_that_no_graph_can_hold_is_run_as_it_is(caplog: Any) -> None:
     """The emulator evaluates what it is given, which cannot be done while a graph is traced."""
     steps = Steps(EmulatedCuda())
     assert steps.step(1, 1) == LAYERS
     assert steps.compiled.failure == ""
     steps.step(1, 1)
     assert steps.compiled.failure.startswith("ValueError: [eval] Attempting to eval an array")
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert steps.compiled.failure in record.getMessage()
     assert [steps.step(1, 1) for _ in range(2)] == [LAYERS, LAYERS]
+
+
+def test_a_body_that_a_graph_can_hold_has_nothing_to_tell() -> None:
+    model = tiny_llama(2, layers=LAYERS)
+    geometry = Geometry(block_size=4, groups=(Group(num_blocks=8),))
+    assert ModelKernel(model, geometry, dialect=InGraph()).attention == "tables"
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,5 @@
-// The words of decode.h and of tensor.h in CUDA. The tests' emulator has its own for most of them.
+// The words of decode.h, tensor.h, product.h and sample.h in CUDA. The tests' emulator has its own
+// for most of them.
 #pragma once
 #ifndef EMULATED
 #define FN __device__ __forceinline__
@@ -15,6 +16,12 @@ FN uint4 load16(const void* at) {
                : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(at));
   return r;
 }
+FN uint4 load16_again(const void* at) { return *reinterpret_cast<const uint4*>(at); }
+FN float cosine(float x) { return cosf(x); }
+FN float sine(float x) { return sinf(x); }
+FN float inverse_root(float x) { return rsqrtf(x); }
+FN unsigned bits_of(float x) { return __float_as_uint(x); }
+FN float float_of(unsigned x) { return __uint_as_float(x); }
 // An 8 x 8 matrix of 16-bit numbers, row i in lanes 4i to 4i + 3, turned over.
 FN unsigned turned(unsigned x) {
   unsigned r;

@@ -25,6 +25,12 @@ inline uint4 load16(const void* at) {
   std::memcpy(&x, at, 16);
   return x;
 }
+inline uint4 load16_again(const void* at) { return load16(at); }
+inline float cosine(float x) { return std::cos(x); }
+inline float sine(float x) { return std::sin(x); }
+using emulator::bits_of;
+using emulator::float_of;
+inline float inverse_root(float x) { return 1.0f / std::sqrt(x); }
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned select) {
   std::uint64_t both = a | std::uint64_t(b) << 32;
   unsigned out = 0;

@@ -1,0 +1,188 @@
+"""A body for steps of few rows: a transformer of Llama's form in five launches a layer.
+
+Owns which models have that form, what their layers say of themselves, and the comparison with the
+model's own modules before use. mlx-lm's modules make fifteen launches a layer, and MLX takes 3 to
+17 microseconds of the processor's time for each: more than an H200 needs to compute them. Caches
+and attention are used as the modules use them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from attrs import frozen
+from mlx.nn.layers.activations import silu
+from mlx.nn.layers.linear import Linear
+from mlx.nn.layers.normalization import RMSNorm
+from mlx.nn.layers.positional_encoding import RoPE
+from mlx_lm.models import llama
+from mlx_lm.models.rope_utils import Llama3RoPE
+
+from .attention import dispatch
+from .errors import describe
+from .products import PART, ROWS_MAX, TILE, Norm, Products, Projections, Rope
+
+FORMS = (llama.Model,)
+"""Models whose body is: embedding, blocks of attention and gated network, norm."""
+CHECKED_ROWS = (1, 11, 20, ROWS_MAX)
+"""One number for each kernel that is compiled."""
+POSITION_MAX = 4096
+TOLERANCE = 2e-2
+"""Of a row's length: products are rounded to 8 bits here and there."""
+
+
+@frozen(eq=False)
+class _Layer:
+    """What the products are given of a layer."""
+
+    attention: Any
+    network: Any
+    before: Norm
+    between: Norm
+    rope: Rope
+
+    @property
+    def projections(self) -> Projections:
+        attention = self.attention
+        return attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight
+
+
+class FewRows:
+    """The body, of up to ROWS_MAX rows. Raises Unlike where a model is not of this form."""
+
+    def __init__(self, model: Any, products: Products) -> None:
+        if type(model) not in FORMS:
+            raise Unlike(f"{type(model).__module__} is not known to be of this form")
+        self._body = model.model
+        self._products = products
+        if self._body.swa_idx is not None:
+            raise Unlike("its layers have windows")
+        self._layers = [_looked_at(it) for it in self._body.layers]
+
+    def __call__(self, tokens: mx.array, cache: Items[Any]) -> mx.array:
+        """What leaves the body, [T, 1, D], of tokens [T, 1]."""
+        hidden = self._body.embed_tokens(tokens[:, 0])
+        for layer, held in zip(self._layers, cache, strict=True):
+            hidden = self._layer(layer, hidden, held)
+        normed: mx.array = self._body.norm(hidden)
+        return normed[:, None]
+
+    def _layer(self, layer: _Layer, hidden: mx.array, cache: Any) -> mx.array:
+        attention, network, products = layer.attention, layer.network, self._products
+        queries, keys, values = products.heads(
+            hidden, layer.before, layer.projections, cache.offset, layer.rope
+        )
+        held = cache.update_and_fetch(keys[:, :, None], values[:, :, None])
+        mixed = dispatch(queries[:, :, None], held[0], held[1], cache, attention.scale, None)
+        mixed = mixed.reshape(len(hidden), -1)
+        hidden = products.added(mixed, attention.o_proj.weight, hidden)
+        gated = products.gated(
+            hidden, layer.between, network.gate_proj.weight, network.up_proj.weight
+        )
+        return products.added(gated, network.down_proj.weight, hidden)
+
+    def disagreement(self) -> str:
+        """Why it must not be used, by the products of its first layer; empty where they agree."""
+        rng = np.random.default_rng(0)
+        layer = self._layers[0]
+        for rows in CHECKED_ROWS:
+            apart = self._apart(layer, rows, rng)
+            if not apart <= TOLERANCE:
+                return (
+                    f"products of {rows} rows differ from the model's own by {apart:.2g} of a row"
+                )
+        return ""
+
+    def _apart(self, layer: _Layer, rows: int, rng: np.random.Generator) -> float:
+        attention, network, products = layer.attention, layer.network, self._products
+
+        def random(count: int, width: int) -> mx.array:
+            return mx.array(rng.standard_normal((count, width), np.float32)).astype(mx.bfloat16)
+
+        places = mx.array(rng.integers(0, POSITION_MAX, rows).astype(np.int32))
+        width, inner = attention.q_proj.weight.shape[1], network.down_proj.weight.shape[1]
+        x, base = random(rows, width) * 3, random(rows, width)
+        mixed, gated = random(rows, attention.o_proj.weight.shape[1]), random(rows, inner)
+        made = [
+            *products.heads(x, layer.before, layer.projections, places, layer.rope),
+            products.added(mixed, attention.o_proj.weight, base),
+            products.gated(x, layer.between, network.gate_proj.weight, network.up_proj.weight),
+            products.added(gated, network.down_proj.weight, base),
+        ]
+        normed = mx.fast.rms_norm(x, layer.before.weights, layer.before.eps)
+        heads = [
+            it(normed).reshape(rows, -1, 1, layer.rope.dim)
+            for it in (attention.q_proj, attention.k_proj, attention.v_proj)
+        ]
+        normed = mx.fast.rms_norm(x, layer.between.weights, layer.between.eps)
+        wanted = [
+            *(attention.rope(it, offset=places)[:, :, 0] for it in heads[:2]),
+            heads[2][:, :, 0],
+            base + attention.o_proj(mixed),
+            silu(network.gate_proj(normed)) * network.up_proj(normed),
+            base + network.down_proj(gated),
+        ]
+        return max(_far(one, other) for one, other in zip(made, wanted, strict=True))
+
+
+class Unlike(Exception):
+    """A model that is not of the form; the message says in what."""
+
+
+def few_rows(model: Any, products: Products | None) -> tuple[FewRows | None, str]:
+    """The body for few rows, compared with the model's own; else None, and why where it was
+    expected to be used.
+    """
+    if products is None:
+        return None, ""
+    try:
+        body = FewRows(model, products)
+    except Unlike:
+        return None, ""
+    try:
+        reason = body.disagreement()
+    except Exception as error:  # a kernel that does not compile, say
+        reason = describe(error)
+    return (None, reason) if reason else (body, "")
+
+
+def _looked_at(block: Any) -> _Layer:
+    """What the products need of a block, where they take all of it."""
+    attention, network = block.self_attn, block.mlp
+    linear = [getattr(attention, f"{name}_proj") for name in "qkvo"]
+    linear += [network.gate_proj, network.up_proj, network.down_proj]
+    for it in linear:
+        if type(it) is not Linear or "bias" in it:
+            raise Unlike(f"{type(it).__name__} stands where a plain product is expected")
+        features, width = it.weight.shape
+        if it.weight.dtype != mx.bfloat16 or width % PART or features % TILE:
+            raise Unlike(f"it has weights of {it.weight.shape} in {it.weight.dtype}")
+    norms = []
+    for it in (block.input_layernorm, block.post_attention_layernorm):
+        if type(it) is not RMSNorm or it.weight.dtype != mx.bfloat16:
+            raise Unlike(f"{type(it).__name__} stands where an RMSNorm is expected")
+        norms.append(Norm(it.weight, float(it.eps)))
+    return _Layer(attention, network, norms[0], norms[1], _rope_of(attention))
+
+
+def _rope_of(attention: Any) -> Rope:
+    rope, dim = attention.rope, attention.head_dim
+    if type(rope) is RoPE:
+        rates = rope.scale * np.float64(rope.base) ** -(np.arange(0, rope.dims, 2) / rope.dims)
+    elif type(rope) is Llama3RoPE:
+        rates = 1.0 / np.array(rope._freqs, np.float64)
+    else:
+        raise Unlike(f"positions are turned by {type(rope).__name__}")
+    if rope.dims != dim or dim % TILE:
+        raise Unlike(f"of heads of {dim}, {rope.dims} are turned")
+    return Rope(dim, mx.array(rates.astype(np.float32)), bool(rope.traditional))
+
+
+def _far(one: mx.array, other: mx.array) -> float:
+    """The largest distance of two rows, relative to their length."""
+    a, b = (np.array(it.astype(mx.float32)) for it in (one, other))
+    far = np.linalg.norm(a - b, axis=-1) / np.maximum(np.linalg.norm(b, axis=-1), 1e-6)
+    return float(far.max())

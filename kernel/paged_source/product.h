@@ -1,0 +1,220 @@
+// Few rows times a layer's weights, on CUDA's tensor cores: out[m, n] = sum over k of x[m, k] w[n, k].
+//
+// A block of WARPS warps takes some tiles of 32 rows of weights. The warps of a tile share its k among
+// them, and the block adds up what they have. K goes in parts of 32; weights go from memory to
+// registers, each once, as in tensor.h: the numbers of a part may be summed in any order that both
+// sides agree on, so a lane's 8 numbers (16 bytes) serve two products.
+//
+// What a tile's rows are, and what becomes of its sums, is said by a struct:
+//   tiles()                          how many there are
+//   row(tile, half, at)              where row `at` of 16 of either half of a tile begins
+//   finish(tile, at, m, low, high)   the sums of row `at` of both halves with row m of x
+//   NORMED, norm(), eps()            whether x is to be normed (RMSNorm), by which weights
+// Rows are normed on the way: their numbers times the norm's weights go into the product, their
+// squares are summed beside it, and the sums are divided in the end.
+#pragma once
+#define PART 32
+
+template <typename T, int TILES, typename Layer> struct ProductWarp {
+  enum { PARTS = 2 };  // on their way while as many are multiplied
+  uint4 weights[PARTS][4];
+  float sums[TILES][2][4], squares[TILES];
+  const T* rows[4];    // this lane's, of A's rows: `line` and `line` + 8 of either half
+  int line, column;
+
+  FN void begin(const Layer& layer, int tile, int lane) {
+    line = lane / 4; column = lane % 4;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) rows[i] = layer.row(tile, i / 2, line + i % 2 * 8) + column * 8;
+#pragma unroll
+    for (int t = 0; t < TILES; ++t) {
+      squares[t] = 0.0f;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) sums[t][i / 4][i % 4] = 0.0f;
+    }
+  }
+  FN void load(uint4 (&into)[PARTS][4], int first, int parts) const {
+#pragma unroll
+    for (int j = 0; j < PARTS; ++j)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        into[j][i] = first + j < parts ? load16(rows[i] + (first + j) * PART)
+                                       : make_uint4(0, 0, 0, 0);
+  }
+  // Two numbers of a row of x, times the norm's weights for them.
+  FN unsigned normed(unsigned two, unsigned by, int t) {
+    float low = low_of(two, T()), high = high_of(two, T());
+    squares[t] += low * low + high * high;
+    return packed(low * low_of(by, T()), high * high_of(by, T()), T());
+  }
+  FN void multiply_parts(const Layer& layer, const T* x, int count, int width, int first,
+                         int parts) {
+#pragma unroll
+    for (int j = 0; j < PARTS; ++j) {
+      const uint4* w = weights[j];
+      bool there = first + j < parts;
+      int at = (first + j) * PART + column * 8;
+      uint4 by = Layer::NORMED && there ? load16_again(layer.norm() + at) : make_uint4(0, 0, 0, 0);
+#pragma unroll
+      for (int t = 0; t < TILES; ++t) {
+        int m = t * 8 + line;
+        uint4 b = m < count && there ? load16_again(x + (long)m * width + at)
+                                     : make_uint4(0, 0, 0, 0);
+        if (Layer::NORMED) {
+          b.x = normed(b.x, by.x, t); b.y = normed(b.y, by.y, t);
+          b.z = normed(b.z, by.z, t); b.w = normed(b.w, by.w, t);
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          uint4 p = w[half * 2], q = w[half * 2 + 1];
+          multiply(sums[t][half], p.x, q.x, p.y, q.y, b.x, b.y, T());
+          multiply(sums[t][half], p.z, q.z, p.w, q.w, b.z, b.w, T());
+        }
+      }
+    }
+  }
+  // All parts that are this warp's: every `splits`-th run of PARTS.
+  FN void walk(const Layer& layer, const T* x, int count, int width, int split, int splits) {
+    int parts = width / PART, stride = splits * PARTS;
+    uint4 next[PARTS][4];
+    load(next, split * PARTS, parts);
+    for (int first = split * PARTS; first < parts; first += stride) {
+#pragma unroll
+      for (int i = 0; i < PARTS * 4; ++i) weights[i / 4][i % 4] = next[i / 4][i % 4];
+      load(next, first + stride, parts);
+      multiply_parts(layer, x, count, width, first, parts);
+    }
+    if (Layer::NORMED)
+#pragma unroll
+      for (int t = 0; t < TILES; ++t)
+        for (int reach = 1; reach < 4; reach *= 2) squares[t] += shuffle_xor(squares[t], reach);
+  }
+};
+
+// x: [count, width], count up to 8 * TILES. Grid: blocks of as many tiles each.
+template <typename T, int TILES, int WARPS, typename Layer>
+FN void product(const T* x, int count, int width, const Layer& layer) {
+  enum { LINE = 33 };  // one more than it holds: columns then lie in different banks
+  __shared__ float merged[WARPS][8][LINE], squares[WARPS][8];
+  int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int groups = layer.tiles() / gridDim.x, splits = WARPS / groups;
+  int first_tile = blockIdx.x * groups;
+  ProductWarp<T, TILES, Layer> mine;
+  mine.begin(layer, first_tile + warp / splits, lane);
+  mine.walk(layer, x, count, width, warp % splits, splits);
+#pragma unroll
+  for (int t = 0; t < TILES; ++t) {
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      merged[warp][mine.column * 2 + i % 2][mine.line + i / 2 * 8] = mine.sums[t][i / 4][i % 4];
+    if (mine.column == 0) squares[warp][mine.line] = mine.squares[t];
+    __syncthreads();
+    for (int i = threadIdx.x; i < groups * 128; i += WARPS * 32) {
+      int at = i % 16, m = i / 16 % 8, group = i / 128;
+      float low = 0.0f, high = 0.0f, square = 0.0f;
+      for (int s = group * splits; s < (group + 1) * splits; ++s) {
+        low += merged[s][m][at];
+        high += merged[s][m][at + 16];
+        square += squares[s][m];
+      }
+      float scale = Layer::NORMED ? inverse_root(square / width + layer.eps()) : 1.0f;
+      if (t * 8 + m < count)
+        layer.finish(first_tile + group, at, t * 8 + m, low * scale, high * scale);
+    }
+  }
+}
+
+// out = base + x w: what a block of layers adds to what it was given.
+template <typename T> struct Added {
+  enum { NORMED = 0 };
+  const T* weights;
+  const T* base;
+  T* out;
+  int width, features;
+
+  FN const T* norm() const { return weights; }
+  FN float eps() const { return 0.0f; }
+  FN int tiles() const { return features / 32; }
+  FN const T* row(int tile, int half, int at) const {
+    return weights + (long)(tile * 32 + half * 16 + at) * width;
+  }
+  FN void finish(int tile, int at, int m, float low, float high) const {
+    long to = (long)m * features + tile * 32 + at;
+    out[to] = narrow<T>(low + float(base[to]));
+    out[to + 16] = narrow<T>(high + float(base[to + 16]));
+  }
+};
+
+// out = silu(x gate) * (x up), of x normed.
+template <typename T> struct Gated {
+  enum { NORMED = 1 };
+  const T* norm_weights;
+  const T* gate;
+  const T* up;
+  T* out;
+  int width, features;
+  float norm_eps;
+
+  FN const T* norm() const { return norm_weights; }
+  FN float eps() const { return norm_eps; }
+  FN int tiles() const { return features / 16; }
+  FN const T* row(int tile, int half, int at) const {
+    return (half ? up : gate) + (long)(tile * 16 + at) * width;
+  }
+  FN void finish(int tile, int at, int m, float low, float high) const {
+    float silu = low / (1.0f + power2(low * -1.4426950408889634f));
+    out[(long)m * features + tile * 16 + at] = narrow<T>(silu * high);
+  }
+};
+
+// Queries and keys, turned by their positions (RoPE), and values, of x normed. DIM: of a head. The
+// numbers of a pair stand side by side where it is TRADITIONAL, else half a head apart. rates:
+// [DIM / 2], the angle a position.
+template <typename T, int DIM, bool TRADITIONAL> struct Heads {
+  enum { NORMED = 1, QUERIES = 0, KEYS = 1, VALUES = 2 };
+  const T* norm_weights;
+  const T *queries, *keys, *values;
+  T *out_queries, *out_keys, *out_values;
+  int query_features, key_features, value_features;
+  const int* positions;
+  const float* rates;
+  int width;
+  float norm_eps;
+
+  FN const T* norm() const { return norm_weights; }
+  FN float eps() const { return norm_eps; }
+  FN int tiles() const { return (query_features + key_features + value_features) / 32; }
+  // Which of the three a tile is of; makes it a number among these.
+  FN int of(int& tile) const {
+    if (tile < query_features / 32) return QUERIES;
+    tile -= query_features / 32;
+    if (tile < key_features / 32) return KEYS;
+    tile -= key_features / 32;
+    return VALUES;
+  }
+  FN int feature(int which, int tile, int half, int at) const {
+    if (which == VALUES) return tile * 32 + half * 16 + at;
+    if (TRADITIONAL) return tile * 32 + at * 2 + half;
+    return tile / (DIM / 32) * DIM + tile % (DIM / 32) * 16 + at + half * (DIM / 2);
+  }
+  FN const T* row(int tile, int half, int at) const {
+    int which = of(tile);
+    const T* weights = which == QUERIES ? queries : which == KEYS ? keys : values;
+    return weights + (long)feature(which, tile, half, at) * width;
+  }
+  FN void finish(int tile, int at, int m, float low, float high) const {
+    int which = of(tile);
+    int features = which == QUERIES ? query_features : which == KEYS ? key_features : value_features;
+    T* out = which == QUERIES ? out_queries : which == KEYS ? out_keys : out_values;
+    if (which != VALUES) {
+      float angle = positions[m] * rates[tile % (DIM / 32) * 16 + at];
+      float across = cosine(angle), along = sine(angle), was = low;
+      low = was * across - high * along;
+      high = was * along + high * across;
+    }
+    out += (long)m * features;
+    out[feature(which, tile, 0, at)] = narrow<T>(low);
+    out[feature(which, tile, 1, at)] = narrow<T>(high);
+  }
+};

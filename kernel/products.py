@@ -1,0 +1,242 @@
+"""Products of few rows with a layer's weights, by paged_source/product.h: CUDA's launches.
+
+Owns which kernels there are, and how a product is cut into blocks. MLX hands a product of two rows
+or more to cuBLAS, at 17 microseconds of the processor's time each; these take 4, and take along
+what stands beside a product in a transformer's layer: the norm before it, the rotation of queries
+and keys, the gate, the sum with what the layer was given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import mlx.core as mx
+from attrs import frozen
+
+from .fastmath import SWIGLU
+
+SOURCE = Path(__file__).parent / "paged_source"
+HEADERS = ("cuda.h", "product.h")
+ROWS_MAX = 64
+TILE = 32
+"""Rows of weights that a warp takes; product.h's."""
+PART = 32
+"""The width of x is a multiple of that."""
+BUSY = 120
+"""Blocks that keep the device busy: only beyond them do the warps of a block share their rows."""
+LARGE = 1 << 25
+"""Weights from that number on are left to cuBLAS, where rows are more than LARGE_ROWS: loads of the
+rows then take longer than those of the weights, and its own time on the processor is hidden.
+"""
+LARGE_ROWS = 8
+ADDED = (["x", "weights", "base"], ["out"])
+GATED = (["x", "norm", "gate", "up"], ["out"])
+HEADS = (
+    ["x", "norm", "queries", "keys", "values", "positions", "rates"],
+    ["out_queries", "out_keys", "out_values"],
+)
+
+
+@frozen(eq=False)
+class Rope:
+    """How queries and keys are turned. rates: [dim / 2] float32, the angle a position; traditional:
+    whether a pair's numbers stand side by side, else half a head apart.
+    """
+
+    dim: int
+    rates: mx.array
+    traditional: bool
+
+
+@frozen(eq=False)
+class Norm:
+    """RMSNorm of x before a product."""
+
+    weights: mx.array
+    eps: float
+
+
+Projections = tuple[mx.array, mx.array, mx.array]
+"""Weights of queries, keys and values."""
+
+
+class Products(Protocol):
+    """x: [T, width] bfloat16, up to ROWS_MAX rows; weights: [features, width]."""
+
+    def added(self, x: mx.array, weights: mx.array, base: mx.array) -> mx.array:
+        """`base` [T, features] and the product with `weights`."""
+
+    def gated(self, x: mx.array, norm: Norm, gate: mx.array, up: mx.array) -> mx.array:
+        """silu of normed x's product with `gate`, times the one with `up`: [T, features]."""
+
+    def heads(
+        self, x: mx.array, norm: Norm, weights: Projections, positions: mx.array, rope: Rope
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        """Of normed x: queries and keys, turned by positions [T] int32, and values, each [T, heads,
+        dim].
+        """
+
+
+class PlainProducts:
+    """Products by MLX's own operations."""
+
+    def added(self, x: mx.array, weights: mx.array, base: mx.array) -> mx.array:
+        return mx.addmm(base, x, weights.T)
+
+    def gated(self, x: mx.array, norm: Norm, gate: mx.array, up: mx.array) -> mx.array:
+        x = mx.fast.rms_norm(x, norm.weights, norm.eps)
+        gated: mx.array = SWIGLU(x @ gate.T, x @ up.T)
+        return gated
+
+    def heads(
+        self, x: mx.array, norm: Norm, weights: Projections, positions: mx.array, rope: Rope
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        x = mx.fast.rms_norm(x, norm.weights, norm.eps)
+        rows = [(x @ it.T).reshape(len(x), -1, 1, rope.dim) for it in weights]
+        turned = [
+            mx.fast.rope(
+                it, rope.dim, traditional=rope.traditional, base=None, scale=1.0,
+                offset=positions, freqs=1.0 / rope.rates,
+            )
+            for it in rows[:2]
+        ]  # fmt: skip
+        queries, keys, values = (it.squeeze(2) for it in (*turned, rows[2]))
+        return queries, keys, values
+
+
+def tiles_of(rows: int) -> int:
+    """Eights of rows that a kernel is compiled for."""
+    return next(tiles for tiles in (1, 2, 4, 8) if rows <= 8 * tiles)
+
+
+def warps_of(tiles: int) -> int:
+    """Warps of a block: as many as there are registers for."""
+    return 16 if tiles <= 2 else 8
+
+
+def blocks_of(rows: int, tiles: int) -> int:
+    """Blocks of a product of `tiles` tiles of weights: where there are many rows and many tiles,
+    a block takes several, whose warps read the rows at once.
+    """
+    if tiles_of(rows) > 1:
+        for groups in (4, 2):
+            if tiles % groups == 0 and tiles // groups >= BUSY:
+                return tiles // groups
+    return tiles
+
+
+def is_large(rows: int, *weights: mx.array) -> bool:
+    """Whether a product is left to MLX."""
+    return rows > LARGE_ROWS and sum(it.size for it in weights) >= LARGE
+
+
+def header() -> str:
+    """Files by path: MLX hashes this text at every call, and not what it includes."""
+    return "".join(f'#include "{SOURCE / name}"\n' for name in HEADERS)
+
+
+T = "__nv_bfloat16"
+
+
+def added_body(tiles: int) -> str:
+    return f"""
+Added<{T}> layer{{weights, base, out, (int)x_shape[1], (int)weights_shape[0]}};
+product<{T}, {tiles}, {warps_of(tiles)}>(x, (int)x_shape[0], (int)x_shape[1], layer);
+"""
+
+
+def gated_body(tiles: int, eps: float) -> str:
+    return f"""
+Gated<{T}> layer{{norm, gate, up, out, (int)x_shape[1], (int)gate_shape[0], {eps!r}f}};
+product<{T}, {tiles}, {warps_of(tiles)}>(x, (int)x_shape[0], (int)x_shape[1], layer);
+"""
+
+
+def heads_body(tiles: int, eps: float, dim: int, traditional: bool) -> str:
+    return f"""
+Heads<{T}, {dim}, {str(traditional).lower()}> layer{{
+    norm, queries, keys, values, out_queries, out_keys, out_values, (int)queries_shape[0],
+    (int)keys_shape[0], (int)values_shape[0], positions, rates, (int)x_shape[1], {eps!r}f}};
+product<{T}, {tiles}, {warps_of(tiles)}>(x, (int)x_shape[0], (int)x_shape[1], layer);
+"""
+
+
+class CudaProducts:
+    """See Products."""
+
+    def __init__(self) -> None:
+        self._plain = PlainProducts()
+
+    def added(self, x: mx.array, weights: mx.array, base: mx.array) -> mx.array:
+        rows, features = len(x), len(weights)
+        if is_large(rows, weights):
+            return self._plain.added(x, weights, base)
+        tiles, blocks = tiles_of(rows), blocks_of(rows, features // TILE)
+        return _launch(_added(tiles), tiles, [x, weights, base], blocks, [(rows, features)])[0]
+
+    def gated(self, x: mx.array, norm: Norm, gate: mx.array, up: mx.array) -> mx.array:
+        rows, features = len(x), len(gate)
+        if is_large(rows, gate, up):
+            return self._plain.gated(x, norm, gate, up)
+        tiles, blocks = tiles_of(rows), blocks_of(rows, features * 2 // TILE)
+        inputs = [x, norm.weights, gate, up]
+        return _launch(_gated(tiles, norm.eps), tiles, inputs, blocks, [(rows, features)])[0]
+
+    def heads(
+        self, x: mx.array, norm: Norm, weights: Projections, positions: mx.array, rope: Rope
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        rows = len(x)
+        if is_large(rows, *weights):
+            return self._plain.heads(x, norm, weights, positions, rope)
+        tiles, blocks = tiles_of(rows), blocks_of(rows, sum(len(it) for it in weights) // TILE)
+        kernel = _heads(tiles, norm.eps, rope.dim, rope.traditional)
+        shapes = [(rows, len(it) // rope.dim, rope.dim) for it in weights]
+        inputs = [x, norm.weights, *weights, positions, rope.rates]
+        queries, keys, values = _launch(kernel, tiles, inputs, blocks, shapes)
+        return queries, keys, values
+
+
+def _launch(
+    kernel: Any,
+    tiles: int,
+    inputs: list[mx.array],
+    blocks: int,
+    shapes: Sequence[tuple[int, ...]],
+) -> list[mx.array]:
+    threads = warps_of(tiles) * 32
+    outputs: list[mx.array] = kernel(
+        inputs=inputs,
+        grid=(blocks * threads, 1, 1),
+        threadgroup=(threads, 1, 1),
+        output_shapes=shapes,
+        output_dtypes=[mx.bfloat16] * len(shapes),
+    )
+    return outputs
+
+
+def _kernel(words: Sequence[object], names: tuple[list[str], list[str]], source: str) -> Any:
+    """MLX keeps what it compiled by name: `words` are all that the source depends on."""
+    inputs, outputs = names
+    name = "_".join(map(str, words)).translate(str.maketrans(".+-", "___"))
+    return mx.fast.cuda_kernel(
+        name=name, input_names=inputs, output_names=outputs, source=source, header=header()
+    )
+
+
+@cache
+def _added(tiles: int) -> Any:
+    return _kernel(("added", tiles), ADDED, added_body(tiles))
+
+
+@cache
+def _gated(tiles: int, eps: float) -> Any:
+    return _kernel(("gated", tiles, eps.hex()), GATED, gated_body(tiles, eps))
+
+
+@cache
+def _heads(tiles: int, eps: float, dim: int, traditional: bool) -> Any:
+    words = ("heads", tiles, eps.hex(), dim, int(traditional))
+    return _kernel(words, HEADS, heads_body(tiles, eps, dim, traditional))
