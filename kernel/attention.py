@@ -20,10 +20,9 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models import base
 
-from .caches import Positions
 from .context import StepContext
 from .fastmath import EXPONENT_MIN, LOG2E, exp2
-from .handles import HandleMisused, KeyHandle, MaskHandle, ScoresHandle
+from .handles import HandleMisused, KeyHandle, MaskHandle, Positions, ScoresHandle
 from .paged_attention import Layer
 from .pages import Codes
 from .quantised import Code

@@ -11,13 +11,9 @@ from __future__ import annotations
 import mlx.core as mx
 
 from .context import StepContext
-from .handles import HandleMisused, KeyHandle, MaskHandle, ValueHandle
+from .handles import HandleMisused, KeyHandle, MaskHandle, Positions, ValueHandle
 from .metadata import CacheUse, StepMetadata
 from .pages import Codes, PageStep
-
-
-class Positions(mx.array):
-    """Where the batch's rows stand: an array that can be told from others."""
 
 
 class PagedCache:
@@ -76,7 +72,8 @@ class PagedCache:
     def offset(self) -> Positions:
         """RoPE positions of the batch's rows: [T] int32."""
         self._offset_reads += 1
-        return Positions(self._use().offset)
+        offset = self._use().offset
+        return offset if isinstance(offset, Positions) else Positions(offset)
 
     def make_mask(
         self, rows: int, return_array: bool = False, window_size: int | None = None

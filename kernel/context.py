@@ -12,6 +12,7 @@ import numpy as np
 
 from .adapters import BASE, Serving
 from .buckets import Alone, Bucket, group_rows, output_order
+from .handles import Positions
 from .metadata import Ints, Longs, StepMetadata
 from .paged_attention import Dialect, StepTables
 
@@ -37,7 +38,7 @@ class StepContext:
         self.serving = serving
         self.tables = None if dialect is None else StepTables(dialect, metadata)
         self._alone = alone
-        self.offset = mx.array(metadata.positions)
+        self.offset: mx.array = Positions(metadata.positions)
         self.tokens = _tokens(metadata, fed)
         self._writes: dict[int, tuple[mx.array, mx.array]] = {}
         self._reads: dict[tuple[int, int, int], mx.array] = {}

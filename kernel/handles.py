@@ -1,4 +1,4 @@
-"""Handles: what a layer gets in place of its K, its V and masks of them.
+"""Handles: what a layer gets in place of its K, its V, masks of them and where its rows stand.
 
 Owns what a model may do with these beside attending over them; anything else raises. Knows of its
 cache that it has a number and tells how many rows are seen.
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 class HandleMisused(Exception):
     """A model used its cache, or what the cache returned, in a way that pages cannot serve."""
+
+
+class Positions(mx.array):
+    """Where the batch's rows stand: an array that can be told from others."""
 
 
 class _Handle:

@@ -16,11 +16,11 @@ from mlx_lm.models import gpt_bigcode
 
 from kernel import attention, handles, probe
 from kernel.batch import Batch
-from kernel.caches import PagedCache, Positions
+from kernel.caches import PagedCache
 from kernel.context import StepContext
 from kernel.errors import ModelError
 from kernel.families import family_of
-from kernel.handles import HandleMisused
+from kernel.handles import HandleMisused, Positions
 from kernel.layout import PACKED, look
 from kernel.metadata import build
 from kernel.paged_choice import suited
