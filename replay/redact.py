@@ -6,21 +6,19 @@ becomes of a record is redacting.py's, of a token pseudonyms.py's.
 
 from __future__ import annotations
 
-import argparse
 import secrets
 from hashlib import blake2b
 from pathlib import Path
 
 from msgspec import Struct
 
-from .arguments import TAPE_HELP
 from .errors import Unusable
 from .progress import progress
 from .pseudonyms import KEY_BYTES, Pseudonyms
 from .reader import STDIN, Tape, keep_stdin, read_header
 from .redacting import Redactor
 from .report import json_text, verdict
-from .rewrite import check_output, new_tape
+from .rewrite import check_output, new_tape, rewriting_parser
 from .run import CLEAN, DIVERGED, FOLD, PLAN, Options, Outcome, replay
 from .words import plural
 
@@ -137,14 +135,10 @@ def as_text(report: RedactReport) -> str:
 
 def main(arguments: list[str]) -> int:
     """`replay redact`."""
-    parser = argparse.ArgumentParser(
-        prog="replay redact",
-        description="Write a tape that can be given away: no token, text, name or salt is in it, "
+    parser = rewriting_parser(
+        "replay redact",
+        "Write a tape that can be given away: no token, text, name or salt is in it, "
         "and it folds and plans as the tape itself does, or diverges at the same place.",
-    )
-    parser.add_argument("tape", metavar="TAPE", help=TAPE_HELP)
-    parser.add_argument(
-        "-o", dest="output", required=True, metavar="FILE", help="where to; there must be nothing"
     )
     parser.add_argument(
         "--key",
@@ -157,7 +151,6 @@ def main(arguments: list[str]) -> int:
         action="store_true",
         help="do not keep equal tokens equal where drafts are looked up; the tape does not plan",
     )
-    parser.add_argument("--json", action="store_true", help="the report as JSON")
     given = parser.parse_args(arguments)
     key = None if given.key is None else key_of(given.key)
     report = redact(given.tape, given.output, key, given.hide_repeats)

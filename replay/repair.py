@@ -6,16 +6,13 @@ read is salvage.py's. No record that is kept is changed.
 
 from __future__ import annotations
 
-import argparse
-
 from msgspec import Struct
 
 from statemachine.records import Gap, Record, StepDone, StepFailed, StepPlanned, TapeEnded
 
-from .arguments import TAPE_HELP
 from .errors import Unusable
 from .report import json_text, verdict
-from .rewrite import NewTape, new_tape
+from .rewrite import NewTape, new_tape, rewriting_parser
 from .run import CLEAN, DIVERGED, Options, replay
 from .salvage import Loss, Salvage
 from .words import plural
@@ -155,21 +152,16 @@ def _loss_text(loss: Loss) -> str:
 
 def main(arguments: list[str]) -> int:
     """`replay repair`."""
-    parser = argparse.ArgumentParser(
-        prog="replay repair",
-        description="Write what can be kept of a torn or damaged tape as a new, whole one. The "
+    parser = rewriting_parser(
+        "replay repair",
+        "Write what can be kept of a torn or damaged tape as a new, whole one. The "
         "tape itself is not changed.",
-    )
-    parser.add_argument("tape", metavar="TAPE", help=TAPE_HELP)
-    parser.add_argument(
-        "-o", dest="output", required=True, metavar="FILE", help="where to; there must be nothing"
     )
     parser.add_argument(
         "--resume",
         action="store_true",
         help="go on at the next checkpoint behind damage, with a gap, instead of ending there",
     )
-    parser.add_argument("--json", action="store_true", help="the report as JSON")
     given = parser.parse_args(arguments)
     report = repair(given.tape, given.output, given.resume)
     print(json_text(report) if given.json else as_text(report))

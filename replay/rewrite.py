@@ -5,6 +5,7 @@ The segments of a folder become one file, in which they stand one behind the oth
 
 from __future__ import annotations
 
+import argparse
 import os
 import tempfile
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from statemachine.codec import TapeEncoder
 from statemachine.errors import CodecError
 from statemachine.records import Header, Record
 
+from .arguments import TAPE_HELP
 from .errors import Unusable
 
 COMPRESSED = ".zst"
@@ -48,6 +50,23 @@ class NewTape:
     def close(self) -> None:
         """All is written: the file at `path` can be read."""
         self._file.close()
+
+
+def rewriting_parser(
+    prog: str, description: str, must_write: bool = True
+) -> argparse.ArgumentParser:
+    """Arguments of a command that writes a tape anew: TAPE, -o FILE and --json."""
+    parser = argparse.ArgumentParser(prog=prog, description=description)
+    parser.add_argument("tape", metavar="TAPE", help=TAPE_HELP)
+    parser.add_argument(
+        "-o",
+        dest="output",
+        required=must_write,
+        metavar="FILE",
+        help="where to; there must be nothing",
+    )
+    parser.add_argument("--json", action="store_true", help="the report as JSON")
+    return parser
 
 
 def check_output(output: str) -> None:

@@ -6,7 +6,6 @@ What an older format means is the codec's business: whatever the reader takes ca
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from itertools import zip_longest
 
@@ -14,12 +13,11 @@ from msgspec import Struct, structs
 
 from statemachine.records import FORMAT, Header, Record
 
-from .arguments import TAPE_HELP
 from .errors import Unusable
 from .progress import progress
 from .reader import STDIN, Tape, keep_stdin, read_header
 from .report import json_text, verdict
-from .rewrite import check_output, new_tape
+from .rewrite import check_output, new_tape, rewriting_parser
 from .run import CLEAN, Options, Outcome, replay
 from .words import plural
 
@@ -135,14 +133,12 @@ def as_text(report: UpgradeReport) -> str:
 
 def main(arguments: list[str]) -> int:
     """`replay upgrade`."""
-    parser = argparse.ArgumentParser(
-        prog="replay upgrade",
-        description="Write a tape of an older format in this version's, with the same records. "
+    parser = rewriting_parser(
+        "replay upgrade",
+        "Write a tape of an older format in this version's, with the same records. "
         "Without -o say which format a tape has.",
+        must_write=False,
     )
-    parser.add_argument("tape", metavar="TAPE", help=TAPE_HELP)
-    parser.add_argument("-o", dest="output", metavar="FILE", help="where to; there must be nothing")
-    parser.add_argument("--json", action="store_true", help="the report as JSON")
     given = parser.parse_args(arguments)
     report = upgrade(given.tape, given.output)
     print(json_text(report) if given.json else as_text(report))
