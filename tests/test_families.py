@@ -38,13 +38,15 @@ WINDOWED = [
 def test_the_table_has_every_architecture_of_mlx_lm_and_so_many_go_each_way() -> None:
     assert list(TABLE) == architectures()
     assert families.counts_of(told()) == {
+        "added": 1,
         "alone": 2,
         "gathered": 3,
         "grouped": 1,
         "opaque": 1,
         "packed": 90,
-        "split": 24,
-        "untested": 5,
+        "single": 1,
+        "split": 25,
+        "untested": 2,
     }
 
 
@@ -234,7 +236,7 @@ def test_families_lists_all_architectures_and_how_many_go_which_way(
     assert len(lines) == len(TABLE) + 3
     qwen = next(line for line in lines if line.startswith("qwen3 "))
     assert qwen.split() == ["qwen3", "packed", "full", "batch", "pad", "rewind", "share"]
-    assert lines[-1].startswith("126 architectures: 2 alone, 3 gathered, ")
+    assert lines[-1].startswith("126 architectures: 1 added, 2 alone, 3 gathered, ")
 
 
 MINISTRAL = """\
@@ -266,3 +268,24 @@ def test_families_of_a_path_that_is_none_is_one_sentence(
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert "none does not exist: give a Hugging Face folder" in err
+
+
+MAMBA2 = """\
+mamba2 (mamba2) is served split over states in slots
+
+2 layers keep the state behind the last row
+
+batch     yes  decode rows go through the model together, prompts one by one
+pad       no   recurrent state: what pad rows do to it cannot be taken back
+rewind    no   recurrent state: no rewind without a snapshot
+share     yes  recurrent state: shared at edges of blocks, where it was kept
+snapshot  yes  recurrent state: the slot of a full block is kept at its edge
+"""
+
+
+def test_families_tells_of_states_and_what_they_cannot_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = family_folder(tmp_path / "mamba2", "mamba2")
+    assert cli.main(["families", "--model", str(folder)]) == 0
+    assert capsys.readouterr().out == MAMBA2
