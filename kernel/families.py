@@ -127,7 +127,8 @@ def family_of(model: Any) -> Family:
         for way in ways:
             reason, layout = _tried(model, way, references)
             if layout is not None:
-                where = "pages and states in slots" if layout.states else "pages"
+                held = ["pages"] * bool(layout.shapes) + ["states in slots"] * bool(layout.states)
+                where = " and ".join(held)
                 reasons.pop(way.name, None)
                 said = _because(f"{way.name} over {where}", ways, reasons)
                 said = f"{said}; {SINGLY}" if references.singly else said
