@@ -21,16 +21,19 @@ from kernel.context import StepContext
 from kernel.errors import ModelError
 from kernel.families import family_of
 from kernel.handles import HandleMisused, Positions
-from kernel.layout import PACKED, look
+from kernel.hf import build_model
+from kernel.layout import GATHERED, PACKED, look
 from kernel.metadata import build
 from kernel.paged_choice import suited
 from kernel.pages import LayerShape, Pages
+from kernel.quantised import quantised
 from statemachine.geometry import Geometry, Group
 
 from . import families
 from .emulated import EmulatedCuda
-from .paged import Book
-from .tiny_architectures import architecture_model
+from .paged import Book, Runner, random_tokens
+from .tiny_architectures import architecture_config, architecture_model
+from .tiny_families import family_weights
 
 GEOMETRY = Geometry(block_size=4, groups=(Group(num_blocks=8),))
 LATENT, ROTATED, HEADS = 6, 4, 3
@@ -238,3 +241,17 @@ def test_the_probe_refuses_positions_that_are_counted_from_nothing(
 
     monkeypatch.setattr(attention._Numpy, "arange", nothing)
     assert refusal("gpt_bigcode").startswith(DIFFERS)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_compressed_rows_of_few_bits_say_packed_what_they_say_gathered(bits: int) -> None:
+    config = architecture_config("deepseek_v3") | {"kv_lora_rank": 64, "qk_rope_head_dim": 32}
+    model = build_model(config)
+    model.load_weights(list(family_weights(config).items()))
+    tokens, rows = random_tokens(3, 40, 250), []
+    for way in (PACKED, GATHERED):
+        runner = Runner(model, layout=quantised(look(model, way), bits))
+        parts = [runner.run(runner.book.append(0, tokens[at : at + 13])) for at in range(0, 39, 13)]
+        rows.append(np.concatenate([*parts, runner.run(runner.book.append(0, tokens[39:]))]))
+    np.testing.assert_allclose(rows[0], rows[1], atol=1e-4)
+    assert np.abs(rows[0]).max() > 1
