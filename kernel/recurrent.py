@@ -25,7 +25,7 @@ from statemachine.geometry import Geometry
 
 from .errors import ModelError
 from .metadata import CacheUse, Longs, StepMetadata
-from .scatter import put
+from .scatter import put_slots
 
 
 @frozen
@@ -166,11 +166,10 @@ class StateStep:
         """Put all states into their slots."""
         order = np.concatenate([pieces for pieces, _ in self._made])
         written = metadata.state_writes[_group(metadata.geometry)][order]
-        index = mx.array(written.astype(np.uint32))
         for place, held in self.slots.items():
             parts = [made[place] for _, made in self._made]
             rows = mx.concatenate(parts) if len(parts) > 1 else parts[0]
-            self.slots[place] = put(held, (index,), rows)
+            self.slots[place] = put_slots(held, written, rows)
         self._read, self._found, self._made = {}, {}, []
 
 
@@ -210,11 +209,11 @@ class StateSlots:
         if not mine:
             return
         sources = mx.array(np.array([copied.source for copied in mine], np.uint32))
-        targets = mx.array(np.array([copied.target for copied in mine], np.uint32))
+        targets = np.array([copied.target for copied in mine], np.int32)
         read = {place: array[sources] for place, array in self._slots.items()}
         mx.eval(read)
         for place, rows in read.items():
-            self._slots[place] = put(self._slots[place], (targets,), rows)
+            self._slots[place] = put_slots(self._slots[place], targets, rows)
 
 
 def _places(kinds: Items[StateKind]) -> list[tuple[Place, ArrayKind]]:

@@ -167,7 +167,7 @@ def test_the_probe_refuses_gathered_rows_without_their_mask(
 def test_the_probe_refuses_states_that_are_never_put_back(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recurrent, "put", lambda held, *_: held)
+    monkeypatch.setattr(recurrent, "put_slots", lambda held, *_: held)
     assert refusal(name, layout.SPLIT).startswith(DIFFERS)
 
 
@@ -277,7 +277,7 @@ mamba2 (mamba2) is served split over states in slots
 
 batch     yes  decode rows go through the model together, prompts one by one
 pad       no   recurrent state: what pad rows do to it cannot be taken back
-rewind    no   recurrent state: no rewind without a snapshot
+rewind    no   recurrent state: taken back to edges of blocks alone
 share     yes  recurrent state: shared at edges of blocks, where it was kept
 snapshot  yes  recurrent state: the slot of a full block is kept at its edge
 """
