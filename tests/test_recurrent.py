@@ -101,6 +101,19 @@ def test_a_step_puts_states_into_the_slots_of_its_pieces_and_into_no_other(name:
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_every_row_of_a_piece_can_be_sampled_as_if_they_came_one_by_one(name: str) -> None:
+    served, other = Served(name), Served(name)
+    served.feed(0, [1])
+    other.feed(0, [1])
+    piece = structs.replace(served.book.append(0, [5, 6, 7]), samples=3)
+    drawn = served.run(piece)
+    one_by_one = [other.feed(0, [token]) for token in (5, 6, 7)]
+    assert drawn.tokens == tuple(it.tokens[0] for it in one_by_one)
+    logits = [it.logits[0] for it in one_by_one]
+    np.testing.assert_allclose(drawn.logits, logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_at_an_edge_the_state_that_was_read_stays_and_can_be_gone_on_from_twice(name: str) -> None:
     served, other = Served(name), Served(name)
     served.feed(0, [1, 2, 3, 4])

@@ -17,7 +17,7 @@ from statemachine import commands
 from statemachine.events import DECODE, PROMPT, BlockCopied
 from statemachine.geometry import RECURRENT, Geometry, Group
 from statemachine.records import Parameters
-from statemachine.sequence import Sequence, Speculative, pack
+from statemachine.sequence import Sequence
 from statemachine.state import new_state
 from statemachine.tags import sequence_tags
 from statemachine.transitions import apply_all
@@ -181,23 +181,20 @@ def test_a_copied_slot_is_gone_on_with_as_the_one_that_it_was_copied_from() -> N
     assert result.tokens == bare.run((0, (3,))).tokens
 
 
-def test_rows_that_might_be_taken_back_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [({"pads": 1}, "1 pad rows"), ({"pending": 1}, "1 rows without a token")],
+)
+def test_pads_and_rows_ahead_of_their_tokens_are_refused(
+    changes: dict[str, int], what: str
+) -> None:
     hand = Hand(HYBRID)
     hand.open(0)
     hand.run((0, (1, 2)))
-    batch = hand.batch((0, (3,)))
-    piece = batch.pieces[0]
-    ahead = structs.replace(
-        piece.sequence, committed=2, tail=pack((1, 2)), speculative=(Speculative(3, 2),)
-    )
-    for changed, what in (
-        (structs.replace(piece, pads=1), "1 pad rows"),
-        (structs.replace(piece, sequence=ahead), "1 speculative rows"),
-    ):
-        with pytest.raises(BuildFailed) as caught:
-            hand.kernel.issue(structs.replace(batch, pieces=(changed,)))
-        said = f"{what} could not be taken back out of the state of sequence 0 in step 2"
-        assert (str(caught.value), caught.value.seq) == (said, 0)
+    with pytest.raises(BuildFailed) as caught:
+        hand.run((0, (3, 4)), **changes)
+    said = f"{what} could not be taken back out of the state of sequence 0 in step 2"
+    assert (str(caught.value), caught.value.seq) == (said, 0)
 
 
 def test_a_state_without_a_slot_is_refused_and_named() -> None:
