@@ -64,7 +64,7 @@ class Capabilities:
     snapshot: Capability
 
     def as_flags(self) -> dict[str, bool | int | str]:
-        """For the tape's header: name -> able, and name_reason -> why not."""
+        """For the tape's header: name -> able, and name_reason -> why not; snapshot where able."""
         flags: dict[str, bool | int | str] = {
             "batch": self.batch.able,
             "pad": self.pad.able,
@@ -75,6 +75,8 @@ class Capabilities:
             capability: Capability = getattr(self, name)
             if not capability.able:
                 flags[f"{name}_reason"] = capability.reason
+        if self.snapshot.able:
+            flags["snapshot"] = True
         return flags
 
 
@@ -204,7 +206,7 @@ NO_STATE = Capability(False, "all rows are in pages: there is no other state to 
 STATE = Capabilities(
     batch=Capability(True, "decode rows go through the model together, prompts one by one"),
     pad=Capability(False, "recurrent state: what pad rows do to it cannot be taken back"),
-    rewind=Capability(False, "recurrent state: no rewind without a snapshot"),
+    rewind=Capability(False, "recurrent state: taken back to edges of blocks alone"),
     share=Capability(True, "recurrent state: shared at edges of blocks, where it was kept"),
     snapshot=Capability(True, "recurrent state: the slot of a full block is kept at its edge"),
 )

@@ -37,9 +37,8 @@ def refusal(batch: Batch, geometry: Geometry) -> tuple[str, int] | None:
         where = f"out of the state of sequence {seq} in step {batch.step}"
         if piece.pads:
             return f"{piece.pads} pad rows could not be taken back {where}", seq
-        if piece.sequence.speculative:
-            rows = len(piece.sequence.speculative)
-            return f"{rows} speculative rows could not be taken back {where}", seq
+        if piece.pending:
+            return f"{piece.pending} rows without a token could not be taken back {where}", seq
     return None
 
 

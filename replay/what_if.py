@@ -135,6 +135,8 @@ def _resized(geometry: Geometry, text: str) -> Geometry:
 
 def _require_able(header: Header, name: str, value: object) -> None:
     flag = _NEEDS.get(name, "")
+    if name == "draft_tokens" and header.capabilities.get("snapshot"):
+        return
     if header.capabilities.get(flag, True) or value == _NEUTRAL.get(name, 0):
         return
     reason = header.capabilities.get(f"{flag}_reason", "its caches do not allow it")

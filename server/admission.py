@@ -18,7 +18,7 @@ from itertools import chain
 
 from statemachine import commands
 from statemachine.events import Event, PrefixAdopted
-from statemachine.geometry import Geometry
+from statemachine.geometry import Geometry, has_state
 from statemachine.records import NO_PARENT
 from statemachine.sequence import held_blocks
 from statemachine.state import State
@@ -130,6 +130,8 @@ def _window_blocks(geometry: Geometry, policy: Policy, group: int) -> int:
     chunk = min(policy.prefill_chunk, policy.max_batch_tokens)
     padded = -(-chunk // policy.prefill_tile) * policy.prefill_tile
     rows = max(padded * (2 if policy.lookahead else 1), policy.draft_tokens + 1)
+    if policy.draft_tokens and has_state(geometry):
+        rows += geometry.block_size  # what drafts may be taken back to
     return geometry.blocks_for(spec.window + rows) + 1 + geometry.blocks_for(spec.sink)
 
 

@@ -231,7 +231,9 @@ def suited(policy: Policy, flags: Flags) -> Policy:
     if not flags["batch"]:
         changes["max_running"] = 1
     if not flags["rewind"]:
-        changes |= {"lookahead": False, "draft_tokens": 0}
+        changes["lookahead"] = False
+        if not flags.get("snapshot"):
+            changes["draft_tokens"] = 0
     return structs.replace(policy, **changes)
 
 

@@ -2,8 +2,9 @@
 
 Owns the end of a request: end token, length, a Finished input. Pure, like the scheduler that it is
 a part of. Closing events: StepWritten (where rows were issued); what became of rows issued on the
-chance: Committed and Rewound for drafts, Rewound and CommittedEach for lookahead rows; then for
-each piece in batch order Trimmed, BlockPublished, FrontTrimmed, Closed.
+chance: Committed and Rewound for drafts (Trimmed to a block's edge where a state
+went through some that do not stay), Rewound and CommittedEach for lookahead rows; then for each
+piece in batch order Trimmed, BlockPublished, FrontTrimmed, Closed.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from statemachine.events import (
     Event,
     FrontTrimmed,
 )
+from statemachine.geometry import has_state
 from statemachine.records import Finished
 from statemachine.sequence import Sequence
 from statemachine.state import State
@@ -173,8 +175,14 @@ def _resolve(state: State, plan: StepPlan, found: tuple[Outcome, ...]) -> list[E
             continue
         if outcome.rows:
             kept = tuple(row.token for row in sequence.speculative[: outcome.rows])
-            events += commands.commit(state, outcome.seq, kept)
             rows -= outcome.rows
+            if rows and has_state(state.geometry):
+                # The accepted ones are computed again, from the last state that was kept.
+                if outcome.reason is None:
+                    back = sequence.offset - _edge(state, sequence)
+                    events += commands.trim(state, outcome.seq, back)
+                continue
+            events += commands.commit(state, outcome.seq, kept)
             if rows:
                 state = apply_all(state, events[-1:])
                 events += commands.rewind(state, outcome.seq, rows)
@@ -189,6 +197,12 @@ def _resolve(state: State, plan: StepPlan, found: tuple[Outcome, ...]) -> list[E
     return events
 
 
+def _edge(state: State, sequence: Sequence) -> int:
+    """The last block's edge in the committed rows."""
+    size: int = state.geometry.block_size
+    return sequence.committed // size * size
+
+
 def _close_piece(
     state: State, plan: StepPlan, seq: int, pads: int, reason: str | None
 ) -> tuple[Event, ...]:
@@ -199,6 +213,8 @@ def _close_piece(
         events += commands.publish(state, seq)
     if reason is not None:
         return events + commands.close(state, seq, reason)
+    if plan.policy.draft_tokens and has_state(state.geometry):
+        return events + commands.front_trims(state, seq, to_edge=True)
     return events + commands.front_trims(state, seq)
 
 

@@ -11,6 +11,7 @@ from msgspec import structs
 from statemachine import commands
 from statemachine.errors import PoolExhausted
 from statemachine.events import DECODE, DRAFT, LOOKAHEAD, Appended, AppendedEach, Event
+from statemachine.geometry import has_state
 from statemachine.transitions import apply_all
 
 from .admission import capacity_tokens, limit_tokens
@@ -108,12 +109,17 @@ def _drafts(draft: Draft, seqs: list[int]) -> dict[int, tuple[int, ...]]:
     policy, spare = draft.policy, draft.rows_left - len(seqs)
     if draft.waiting.chunks or draft.prompts():
         spare //= 2  # or texts that repeat themselves would keep every prompt out
-    capacity = capacity_tokens(draft.state.geometry, policy)
+    geometry = draft.state.geometry
+    capacity, states = capacity_tokens(geometry, policy), has_state(geometry)
     found = {}
     for seq in seqs:
         request = draft.request(seq)
         left = limit_tokens(request, capacity) - request.stream.length
         most = min(policy.draft_tokens, left - 1, spare)
+        if states:
+            # They end with the block: what may not stay is taken back to its edge.
+            size = geometry.block_size
+            most = min(most, size - 1 - draft.state.sequences[seq].committed % size)
         if most > 0:
             guess = _guess(draft, request, most)
             if guess:

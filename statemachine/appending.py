@@ -15,13 +15,15 @@ from .sequence import NO_TOKEN, Sequence, Speculative, pack, written_rows
 
 SPECULATIVE_ROWS_MAX = 65_536
 """The most rows of one append that may be taken back."""
+NEVER_IN_A_STATE = (ev.LOOKAHEAD, ev.PAD)
+"""Rows that are taken back one by one. Drafts go back to a block's edge, or stay."""
 _WITH_TOKENS = (*ev.COMMITTED_AT_ONCE, ev.DRAFT)
 
 
 def _check_step(draft: Draft, step: int, purpose: str) -> None:
     if purpose not in ev.PURPOSES:
         raise InvariantBroken(f"purpose {purpose!r} is none of {', '.join(ev.PURPOSES)}")
-    if purpose not in ev.COMMITTED_AT_ONCE and has_state(draft.geometry):
+    if purpose in NEVER_IN_A_STATE and has_state(draft.geometry):
         raise InvariantBroken(
             f"{purpose} rows cannot follow in a recurrent group: its state cannot be taken back"
         )

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Many
 
 from . import events as ev
+from .appending import NEVER_IN_A_STATE
 from .errors import IllegalCommand, InvariantBroken, PoolExhausted
 from .events import NO_BLOCK, Event, Namespace
 from .geometry import FULL, has_gaps, has_state
@@ -247,7 +248,7 @@ def _columns_are_doubtful(
         return True
     if purpose not in ev.PURPOSES:
         return True
-    if purpose not in ev.COMMITTED_AT_ONCE and has_state(state.geometry):
+    if purpose in NEVER_IN_A_STATE and has_state(state.geometry):
         return True
     if tokens is None:
         return purpose not in (ev.LOOKAHEAD, ev.PAD)
@@ -338,10 +339,14 @@ def front_trim(state: State, seq: int, group: int, rows: int) -> Events:
     return _checked(state, (ev.FrontTrimmed(seq, group, rows),))
 
 
-def front_trims(state: State, seq: int) -> Events:
-    """All that the windows of a sequence may move on now."""
+def front_trims(state: State, seq: int, to_edge: bool = False) -> Events:
+    """All that the windows of a sequence may move on now. to_edge: what is needed at the last edge
+    of a block stays, so that all that comes behind it can be taken back.
+    """
     sequence = _sequence(state, seq)
     safe = min(sequence.committed, written_rows(sequence, state.written_step))
+    if to_edge:
+        safe -= safe % state.geometry.block_size
     events: list[Event] = []
     for group, spec in enumerate(state.geometry.groups):
         rows = max(0, safe - spec.span + 1) - sequence.starts[group]

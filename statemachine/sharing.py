@@ -118,6 +118,10 @@ def forked(draft: Draft, event: ev.Forked) -> None:
         raise InvariantBroken(f"sequence {parent.id} is preempted: it cannot fork")
     if any(group.kind == OPAQUE for group in draft.geometry.groups):
         raise InvariantBroken("rows of an opaque group cannot be shared")
+    if parent.speculative and has_state(draft.geometry):
+        raise InvariantBroken(
+            f"sequence {parent.id} cannot fork: its state went through rows that may be taken back"
+        )
     draft.last_seq = max(draft.last_seq, event.child)
     rows = parent.committed
     tables = tuple(table[: draft.geometry.blocks_for(rows)] for table in parent.tables)

@@ -62,6 +62,16 @@ def _cut(draft: Draft, old: Sequence, rows: int) -> Sequence:
     )
 
 
+def _require_state(draft: Draft, old: Sequence, rows: int) -> None:
+    """Each recurrent group holds the state that stands behind the sequence without `rows` rows."""
+    left, sure_step = old.offset - rows, max(draft.written_step, draft.issued_step - 1)
+    if not keeps_state(draft.geometry, old, sure_step, left):
+        raise InvariantBroken(
+            f"no slot holds the state of sequence {old.id} behind {left} rows: {rows} cannot be "
+            "taken back"
+        )
+
+
 def trimmed(draft: Draft, event: ev.Trimmed) -> None:
     """Tail rows of any kind are gone, if every group still holds what the next query needs."""
     old = draft.sequence(event.seq)
@@ -69,12 +79,7 @@ def trimmed(draft: Draft, event: ev.Trimmed) -> None:
         raise InvariantBroken(
             f"sequence {old.id} has {old.offset} rows: {event.rows} cannot be trimmed"
         )
-    sure_step = max(draft.written_step, draft.issued_step - 1)
-    if not keeps_state(draft.geometry, old, sure_step, old.offset - event.rows):
-        raise InvariantBroken(
-            f"no slot holds the state of sequence {old.id} behind {old.offset - event.rows} rows: "
-            "it cannot be trimmed to them"
-        )
+    _require_state(draft, old, event.rows)
     for group, start in enumerate(old.starts):
         needed = window_start(draft.geometry, group, old.offset - event.rows)
         if start > needed:
@@ -95,6 +100,7 @@ def rewound(draft: Draft, event: ev.Rewound) -> None:
             f"sequence {old.id} has {len(old.speculative)} speculative rows: {event.rows} cannot "
             "be rewound"
         )
+    _require_state(draft, old, event.rows)
     draft.put(old, _cut(draft, old, event.rows))
 
 

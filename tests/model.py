@@ -141,7 +141,7 @@ class Model:
             self._check_state(seq, group, begin, self.pages_now())
             end = begin + len(tokens)
             assert begin % size == 0 or (begin // size == (end - 1) // size)
-        assert not recurrent or purpose in ("prompt", "decode")
+        assert not recurrent or purpose in ("prompt", "decode", "draft")
         for token in tokens:
             row = sequence.offset
             if purpose in ("prompt", "decode"):

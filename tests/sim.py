@@ -226,7 +226,8 @@ def answer_alone(
 ) -> tuple[int, ...]:
     """What a request answers when it is the only one: cold, whole prompt, no prefix cache."""
     alone = policy or Policy(max_batch_tokens=512, prefix_cache=False, context_tokens=64)
-    kernel = {k: options.pop(k) for k in list(options) if k in ("end_token", "end_every", "script")}
+    names = ("end_token", "end_every", "script", "vocab_size")
+    kernel = {name: options.pop(name) for name in names if name in options}
     sim = Sim(geometry, alone, **kernel)
     inbox = sim.submit(prompt, max_tokens, **options)
     sim.run()

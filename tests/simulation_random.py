@@ -87,11 +87,10 @@ def _draft(chance: random.Random, geometry: Geometry) -> dict[str, Any]:
 
 WITH_STATES: dict[str, Any] = {
     "lookahead": False,
-    "draft_tokens": 0,
     "prefill_tile": 1,
     "prefill_cohort": False,
 }
-"""What a state allows: nothing can be taken back out of it."""
+"""What a state allows: rows that are taken back one by one are not for it."""
 
 
 def _geometry(chance: random.Random, heavy: bool) -> Geometry:

@@ -17,7 +17,16 @@ from server.pool_size import pool_blocks, pool_slots
 from server.settings import Settings, SettingsError
 from server.sharing import rows_to_edge
 from server.submission import Submission
-from statemachine.events import Appended, BlockEvicted, BlockPublished, Preempted, PrefixAdopted
+from statemachine.events import (
+    DRAFT,
+    Appended,
+    BlockEvicted,
+    BlockPublished,
+    Committed,
+    Preempted,
+    PrefixAdopted,
+    Trimmed,
+)
 from statemachine.geometry import Geometry, Group
 from statemachine.records import Parameters
 
@@ -165,3 +174,20 @@ def test_settings_for_what_a_model_does_not_keep_are_refused() -> None:
         pool_slots(Settings(num_slots=9), rows)
     with pytest.raises(SettingsError, match=r"slots take .* GiB, but this machine has"):
         pool_slots(Settings(num_slots=1 << 30), states)
+
+
+def test_drafts_stay_in_their_block_and_those_that_fail_go_back_to_its_edge() -> None:
+    geometry = Geometry(4, (Group(num_blocks=64), Group("window", 64, 3), Group("recurrent", 12)))
+    drafting = structs.replace(WITH_STATES, draft_tokens=3, lookup_ngram=1)
+    sim = Sim(geometry, drafting, vocab_size=2)
+    prompt = (0, 1, 1, 0, 1)
+    inboxes = [sim.submit((*prompt, *range(last)), 30) for last in range(2)]
+    sim.run()
+    alone = [answer_alone((*prompt, *range(last)), 30, vocab_size=2) for last in range(2)]
+    assert [inbox.tokens for inbox in inboxes] == alone
+    drafts = [event for event in sim.events(Appended) if event.purpose == DRAFT]
+    assert max(event.rows for event in drafts) == 4
+    assert sim.events(Committed), "no draft was accepted"
+    trims = sim.events(Trimmed)
+    assert trims, "every draft was accepted"
+    assert sim.idle_counts() == idle(geometry)

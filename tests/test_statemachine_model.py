@@ -222,6 +222,8 @@ class CacheMachine(Driver, RuleBasedStateMachine):
         legal = legal and all(a in (None, b) for a, b in zip(rows, tokens, strict=False))
         assert (self.carry_out(commands.commit, seq, tokens) is not None) == legal
         legal = 1 <= rewound <= len(mine.speculative) and not mine.pads
+        for group in self.model.recurrent():
+            legal = legal and self.state_is_kept(mine, group, mine.offset - rewound)
         assert (self.carry_out(commands.rewind, seq, rewound) is not None) == legal
 
     @precondition(lambda self: self.seqs())

@@ -42,6 +42,7 @@ class Life(Driver):
         self.seen: Counter[str] = Counter()
         hashing = "constant" if seed % 4 == 0 else "xxh3"
         groups = LAYOUTS[seed % len(LAYOUTS)]
+        self.to_edge = seed % 3 > 0
         self.start_from(Geometry(self.rng.randint(1, 5), groups, "m", hashing))
 
     def take(self, event: ev.Event) -> None:
@@ -142,7 +143,12 @@ class Life(Driver):
             tokens = tuple(token or 0 for token in mine.speculative[:kept])
             if tokens:
                 assert self.carry_out(commands.commit, seq, tokens) is not None
-            if mine.speculative:
+            if mine.speculative and self.model.recurrent():
+                size = self.state.geometry.block_size
+                back = mine.offset - len(mine.tokens) // size * size
+                if self.carry_out(commands.trim, seq, back) is None:
+                    self.carry_out(commands.reset, seq)
+            elif mine.speculative:
                 assert self.carry_out(commands.rewind, seq, len(mine.speculative)) is not None
 
     def commit_together(self) -> None:
@@ -160,7 +166,7 @@ class Life(Driver):
             self.carry_out(commands.step_written, self.state.written_step + 1)
             for seq in self.seqs():
                 assert self.carry_out(commands.publish, seq) is not None
-                assert self.carry_out(commands.front_trims, seq) is not None
+                assert self.carry_out(commands.front_trims, seq, self.to_edge) is not None
         else:
             self.step = self.state.issued_step + 1
 
@@ -195,7 +201,7 @@ SEEN_AT_LEAST = {
     "partial": 10,
     "states adopted": 10,
     "states copied": 10,
-    "states trimmed": 5,
+    "states trimmed": 20,
 }
 
 
