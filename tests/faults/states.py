@@ -38,6 +38,7 @@ REUSED = evolve(
     geometry=HYBRID,
     policy=structs.replace(MIXED.policy, prefix_cache=False),
 )
+DRAFTS = evolve(loads.DRAFTS, name="drafts over states", geometry=HYBRID)
 BUILD_FAILS = evolve(loads.BUILD_FAILS, name="a build that fails, with states", geometry=HYBRID)
 
 
@@ -111,6 +112,22 @@ def _snapshot_moves(original: Any, witness: Witness) -> Any:
     return _laid_out(original, change, witness)
 
 
+def _refused_drafts_stay(original: Any, witness: Witness) -> Any:
+    left: dict[int, tuple[int, int]] = {}
+
+    def change(metadata: Any, group: int) -> int | None:
+        reads, writes = metadata.state_reads[group], metadata.state_writes[group]
+        wrong = None
+        for piece, seq in enumerate(metadata.seqs):
+            slot, end = left.get(seq, (NO_BLOCK, 0))
+            if 0 < metadata.start[piece] < end and slot != reads[piece]:
+                reads[piece], wrong = slot, piece if wrong is None else wrong
+            left[seq] = (int(writes[piece]), int(metadata.end[piece]))
+        return wrong
+
+    return _laid_out(original, change, witness)
+
+
 for _name, _sentence, _load, _says, _make in (
     (
         "state-not-reset",
@@ -153,6 +170,13 @@ for _name, _sentence, _load, _says, _make in (
         MIXED,
         "another block table",
         _snapshot_moves,
+    ),
+    (
+        "state-of-refused-drafts",
+        "a sequence goes on from the state that its refused drafts went through",
+        DRAFTS,
+        "another block table",
+        _refused_drafts_stay,
     ),
 ):
     FAULTS.add(_name, _sentence, "kernel.metadata:build", _load, "fold", "observation", _says)(
