@@ -24,6 +24,7 @@ from mlx_lm.models.rope_utils import Llama3RoPE
 from .attention import dispatch
 from .errors import describe
 from .products import PART, ROWS_MAX, TILE, Norm, Products, Projections, Rope
+from .split import Body
 
 FORMS = (llama.Model,)
 """Models whose body is: embedding, blocks of attention and gated network, norm."""
@@ -83,6 +84,25 @@ class FewRows:
             hidden, layer.between, network.gate_proj.weight, network.up_proj.weight
         )
         return products.added(gated, network.down_proj.weight, hidden)
+
+    def ending(self, rows: mx.array) -> Body:
+        """The model's own layers, for a step of many rows of which `rows` alone are looked at: the
+        last layer's network is for these. The others leave the body as zeros.
+        """
+
+        def body(tokens: mx.array, cache: Items[Any]) -> mx.array:
+            hidden = self._body.embed_tokens(tokens)
+            *blocks, last = self._body.layers
+            for block, held in zip(blocks, cache[:-1], strict=True):
+                hidden = block(hidden, None, held)
+            mixed = last.self_attn(last.input_layernorm(hidden), None, cache[-1])
+            kept = hidden[rows] + mixed[rows]
+            kept = kept + last.mlp(last.post_attention_layernorm(kept))
+            left = mx.zeros_like(hidden)
+            left[rows] = self._body.norm(kept)
+            return left
+
+        return body
 
     def disagreement(self) -> str:
         """Why it must not be used, by the products of its first layer; empty where they agree."""

@@ -124,11 +124,17 @@ class Forward:
 
     def hidden(self, context: StepContext, pages: PageStep) -> tuple[mx.array, Observation]:
         """What the head is fed, [T, 1, D], and what the caches saw; writes go into `pages`."""
-        body = self._body
-        if self._few_rows is not None and _is_few(context):
-            body = self._few_rows
-        hidden, uses = self._calls.run(body, context, pages)
+        hidden, uses = self._calls.run(self._body_for(context), context, pages)
         return hidden, observe(context.metadata, _told(uses, self._layout.reads))
+
+    def _body_for(self, context: StepContext) -> Body:
+        """The body that a step's rows go through."""
+        tables, few = context.tables, self._few_rows
+        if few is None or tables is None or context.serving is not BASE:
+            return self._body
+        if not tables.fixed:
+            return few.ending(_index(_looked_at(context.metadata)))
+        return few if context.metadata.total_rows <= FEW_ROWS_MAX else self._body
 
     def logits(self, hidden: mx.array, rows: Longs, serving: Serving = BASE) -> mx.array:
         """Logits [len(rows), vocab] float32 of some rows."""
@@ -136,11 +142,11 @@ class Forward:
             return self._head(hidden[_index(rows)])[:, -1].astype(mx.float32)
 
 
-def _is_few(context: StepContext) -> bool:
-    """Whether a step is one for the body of few rows."""
-    tables = context.tables
-    fixed = tables is not None and tables.fixed and context.serving is BASE
-    return fixed and context.metadata.total_rows <= FEW_ROWS_MAX
+def _looked_at(metadata: StepMetadata) -> Longs:
+    """Rows of which what leaves the body is used; the last is the anchor's."""
+    last = np.array([metadata.total_rows - 1])
+    rows: Longs = np.unique(np.concatenate([metadata.sample_rows, metadata.score_rows, last]))
+    return rows
 
 
 def _told(uses: Items[CacheUse], reads: frozenset[int]) -> list[CacheUse]:

@@ -31,6 +31,7 @@ ROW_KEYS_MAX = 1 << 16
 """A piece is attended row by row up to that many keys of all its rows together; beyond it, its keys
 are made dense first, which costs as much as that on an H200.
 """
+EARLY = True
 DTYPES = (mx.bfloat16, mx.float16, mx.float32)
 DIM_MAX = 256
 
@@ -184,6 +185,10 @@ class StepTables:
                     for piece, begin, end in self._runs
                 ]
             )
+        if EARLY and self._long:
+            # A long piece's layers take longer on the device than here: it begins with the first
+            # while Python is at the others. What this holds is no page array.
+            mx.async_eval(out)  # type: ignore[no-untyped-call]
         return out[:, :, None].astype(queries.dtype)
 
     @property
@@ -229,7 +234,7 @@ class StepTables:
             self._fetches[key] = (mx.array(planned.ints), planned.rows, mask)
         plan, rows, mask = self._fetches[key]
         keys, values = self._dialect.fetch(shape, plan, rows, layer)
-        out = mx.fast.scaled_dot_product_attention(
+        out: mx.array = mx.fast.scaled_dot_product_attention(
             queries.swapaxes(0, 1)[None],
             keys[None],
             values[None],

@@ -1,6 +1,6 @@
 """Products of few rows with a layer's weights, by paged_source/product.h: CUDA's launches.
 
-Owns which kernels there are, and how a product is cut into blocks. MLX hands a product of two rows
+Owns which kernels there are, and which products are left to MLX. MLX hands a product of two rows
 or more to cuBLAS, at 17 microseconds of the processor's time each; these take 4, and take along
 what stands beside a product in a transformer's layer: the norm before it, the rotation of queries
 and keys, the gate, the sum with what the layer was given.
@@ -20,13 +20,12 @@ from .fastmath import SWIGLU
 
 SOURCE = Path(__file__).parent / "paged_source"
 HEADERS = ("cuda.h", "product.h")
+WARPS = 8
 ROWS_MAX = 64
 TILE = 32
 """Rows of weights that a warp takes; product.h's."""
 PART = 32
 """The width of x is a multiple of that."""
-BUSY = 120
-"""Blocks that keep the device busy: only beyond them do the warps of a block share their rows."""
 LARGE = 1 << 25
 """Weights from that number on are left to cuBLAS, where rows are more than LARGE_ROWS: loads of the
 rows then take longer than those of the weights, and its own time on the processor is hidden.
@@ -112,22 +111,6 @@ def tiles_of(rows: int) -> int:
     return next(tiles for tiles in (1, 2, 4, 8) if rows <= 8 * tiles)
 
 
-def warps_of(tiles: int) -> int:
-    """Warps of a block: as many as there are registers for."""
-    return 16 if tiles <= 2 else 8
-
-
-def blocks_of(rows: int, tiles: int) -> int:
-    """Blocks of a product of `tiles` tiles of weights: where there are many rows and many tiles,
-    a block takes several, whose warps read the rows at once.
-    """
-    if tiles_of(rows) > 1:
-        for groups in (4, 2):
-            if tiles % groups == 0 and tiles // groups >= BUSY:
-                return tiles // groups
-    return tiles
-
-
 def is_large(rows: int, *weights: mx.array) -> bool:
     """Whether a product is left to MLX."""
     return rows > LARGE_ROWS and sum(it.size for it in weights) >= LARGE
@@ -144,14 +127,14 @@ T = "__nv_bfloat16"
 def added_body(tiles: int) -> str:
     return f"""
 Added<{T}> layer{{weights, base, out, (int)x_shape[1], (int)weights_shape[0]}};
-product<{T}, {tiles}, {warps_of(tiles)}>(x, (int)x_shape[0], (int)x_shape[1], layer);
+product<{T}, {tiles}, {WARPS}>(x, (int)x_shape[0], (int)x_shape[1], layer);
 """
 
 
 def gated_body(tiles: int, eps: float) -> str:
     return f"""
 Gated<{T}> layer{{norm, gate, up, out, (int)x_shape[1], (int)gate_shape[0], {eps!r}f}};
-product<{T}, {tiles}, {warps_of(tiles)}>(x, (int)x_shape[0], (int)x_shape[1], layer);
+product<{T}, {tiles}, {WARPS}>(x, (int)x_shape[0], (int)x_shape[1], layer);
 """
 
 
@@ -160,7 +143,7 @@ def heads_body(tiles: int, eps: float, dim: int, traditional: bool) -> str:
 Heads<{T}, {dim}, {str(traditional).lower()}> layer{{
     norm, queries, keys, values, out_queries, out_keys, out_values, (int)queries_shape[0],
     (int)keys_shape[0], (int)values_shape[0], positions, rates, (int)x_shape[1], {eps!r}f}};
-product<{T}, {tiles}, {warps_of(tiles)}>(x, (int)x_shape[0], (int)x_shape[1], layer);
+product<{T}, {tiles}, {WARPS}>(x, (int)x_shape[0], (int)x_shape[1], layer);
 """
 
 
@@ -174,16 +157,15 @@ class CudaProducts:
         rows, features = len(x), len(weights)
         if is_large(rows, weights):
             return self._plain.added(x, weights, base)
-        tiles, blocks = tiles_of(rows), blocks_of(rows, features // TILE)
-        return _launch(_added(tiles), tiles, [x, weights, base], blocks, [(rows, features)])[0]
+        inputs = [x, weights, base]
+        return _launch(_added(tiles_of(rows)), inputs, features // TILE, [(rows, features)])[0]
 
     def gated(self, x: mx.array, norm: Norm, gate: mx.array, up: mx.array) -> mx.array:
         rows, features = len(x), len(gate)
         if is_large(rows, gate, up):
             return self._plain.gated(x, norm, gate, up)
-        tiles, blocks = tiles_of(rows), blocks_of(rows, features * 2 // TILE)
-        inputs = [x, norm.weights, gate, up]
-        return _launch(_gated(tiles, norm.eps), tiles, inputs, blocks, [(rows, features)])[0]
+        inputs, kernel = [x, norm.weights, gate, up], _gated(tiles_of(rows), norm.eps)
+        return _launch(kernel, inputs, features * 2 // TILE, [(rows, features)])[0]
 
     def heads(
         self, x: mx.array, norm: Norm, weights: Projections, positions: mx.array, rope: Rope
@@ -191,22 +173,18 @@ class CudaProducts:
         rows = len(x)
         if is_large(rows, *weights):
             return self._plain.heads(x, norm, weights, positions, rope)
-        tiles, blocks = tiles_of(rows), blocks_of(rows, sum(len(it) for it in weights) // TILE)
-        kernel = _heads(tiles, norm.eps, rope.dim, rope.traditional)
+        kernel = _heads(tiles_of(rows), norm.eps, rope.dim, rope.traditional)
+        blocks = sum(len(it) for it in weights) // TILE
         shapes = [(rows, len(it) // rope.dim, rope.dim) for it in weights]
         inputs = [x, norm.weights, *weights, positions, rope.rates]
-        queries, keys, values = _launch(kernel, tiles, inputs, blocks, shapes)
+        queries, keys, values = _launch(kernel, inputs, blocks, shapes)
         return queries, keys, values
 
 
 def _launch(
-    kernel: Any,
-    tiles: int,
-    inputs: list[mx.array],
-    blocks: int,
-    shapes: Sequence[tuple[int, ...]],
+    kernel: Any, inputs: list[mx.array], blocks: int, shapes: Sequence[tuple[int, ...]]
 ) -> list[mx.array]:
-    threads = warps_of(tiles) * 32
+    threads = WARPS * 32
     outputs: list[mx.array] = kernel(
         inputs=inputs,
         grid=(blocks * threads, 1, 1),

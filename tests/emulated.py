@@ -138,20 +138,20 @@ class EmulatedProducts:
         )
         outputs = [_poisoned(shape, mx.bfloat16) for shape in shapes]
         told = [mx.array(np.array(it.shape, np.int32)) for it in inputs]
-        grid = (blocks, 1, products.warps_of(products.tiles_of(len(inputs[0]))) * 32)
+        grid = (blocks, 1, products.WARPS * 32)
         _call(library.run_product, grid, [*inputs, *outputs, *told])
         return outputs
 
     def added(self, x: mx.array, weights: mx.array, base: mx.array) -> mx.array:
         rows, features = len(x), len(weights)
         body = products.added_body(products.tiles_of(rows))
-        blocks = products.blocks_of(rows, features // products.TILE)
+        blocks = features // products.TILE
         return self._run(products.ADDED, body, [x, weights, base], blocks, [(rows, features)])[0]
 
     def gated(self, x: mx.array, norm: Norm, gate: mx.array, up: mx.array) -> mx.array:
         rows, features = len(x), len(gate)
         body = products.gated_body(products.tiles_of(rows), norm.eps)
-        blocks = products.blocks_of(rows, features * 2 // products.TILE)
+        blocks = features * 2 // products.TILE
         inputs = [x, norm.weights, gate, up]
         return self._run(products.GATED, body, inputs, blocks, [(rows, features)])[0]
 
@@ -160,7 +160,7 @@ class EmulatedProducts:
     ) -> tuple[mx.array, mx.array, mx.array]:
         rows, tiles = len(x), products.tiles_of(len(x))
         body = products.heads_body(tiles, norm.eps, rope.dim, rope.traditional)
-        blocks = products.blocks_of(rows, sum(len(it) for it in weights) // products.TILE)
+        blocks = sum(len(it) for it in weights) // products.TILE
         shapes = [(rows, len(it) // rope.dim, rope.dim) for it in weights]
         inputs = [x, norm.weights, *weights, positions, rope.rates]
         queries, keys, values = self._run(products.HEADS, body, inputs, blocks, shapes)

@@ -1,12 +1,11 @@
 // Few rows times a layer's weights, on CUDA's tensor cores: out[m, n] = sum over k of x[m, k] w[n, k].
 //
-// A block of WARPS warps takes some tiles of 32 rows of weights. The warps of a tile share its k among
-// them, and the block adds up what they have. K goes in parts of 32; weights go from memory to
-// registers, each once, as in tensor.h: the numbers of a part may be summed in any order that both
-// sides agree on, so a lane's 8 numbers (16 bytes) serve two products.
+// A block of WARPS warps takes a tile of 32 rows of weights. The warps share its k among them, and the
+// block adds up what they have. K goes in parts of 32; weights go from memory to registers, each
+// once, as in tensor.h: the numbers of a part may be summed in any order that both sides agree on,
+// so a lane's 8 numbers (16 bytes) serve two products.
 //
 // What a tile's rows are, and what becomes of its sums, is said by a struct:
-//   tiles()                          how many there are
 //   row(tile, half, at)              where row `at` of 16 of either half of a tile begins
 //   finish(tile, at, m, low, high)   the sums of row `at` of both halves with row m of x
 //   NORMED, norm(), eps()            whether x is to be normed (RMSNorm), by which weights
@@ -73,12 +72,12 @@ template <typename T, int TILES, typename Layer> struct ProductWarp {
       }
     }
   }
-  // All parts that are this warp's: every `splits`-th run of PARTS.
-  FN void walk(const Layer& layer, const T* x, int count, int width, int split, int splits) {
-    int parts = width / PART, stride = splits * PARTS;
+  // All parts that are this warp's: every `warps`-th run of PARTS.
+  FN void walk(const Layer& layer, const T* x, int count, int width, int warp, int warps) {
+    int parts = width / PART, stride = warps * PARTS;
     uint4 next[PARTS][4];
-    load(next, split * PARTS, parts);
-    for (int first = split * PARTS; first < parts; first += stride) {
+    load(next, warp * PARTS, parts);
+    for (int first = warp * PARTS; first < parts; first += stride) {
 #pragma unroll
       for (int i = 0; i < PARTS * 4; ++i) weights[i / 4][i % 4] = next[i / 4][i % 4];
       load(next, first + stride, parts);
@@ -91,17 +90,15 @@ template <typename T, int TILES, typename Layer> struct ProductWarp {
   }
 };
 
-// x: [count, width], count up to 8 * TILES. Grid: blocks of as many tiles each.
+// x: [count, width], count up to 8 * TILES. Grid: a block a tile.
 template <typename T, int TILES, int WARPS, typename Layer>
 FN void product(const T* x, int count, int width, const Layer& layer) {
   enum { LINE = 33 };  // one more than it holds: columns then lie in different banks
   __shared__ float merged[WARPS][8][LINE], squares[WARPS][8];
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int groups = layer.tiles() / gridDim.x, splits = WARPS / groups;
-  int first_tile = blockIdx.x * groups;
   ProductWarp<T, TILES, Layer> mine;
-  mine.begin(layer, first_tile + warp / splits, lane);
-  mine.walk(layer, x, count, width, warp % splits, splits);
+  mine.begin(layer, blockIdx.x, lane);
+  mine.walk(layer, x, count, width, warp, WARPS);
 #pragma unroll
   for (int t = 0; t < TILES; ++t) {
     __syncthreads();
@@ -110,18 +107,16 @@ FN void product(const T* x, int count, int width, const Layer& layer) {
       merged[warp][mine.column * 2 + i % 2][mine.line + i / 2 * 8] = mine.sums[t][i / 4][i % 4];
     if (mine.column == 0) squares[warp][mine.line] = mine.squares[t];
     __syncthreads();
-    for (int i = threadIdx.x; i < groups * 128; i += WARPS * 32) {
-      int at = i % 16, m = i / 16 % 8, group = i / 128;
-      float low = 0.0f, high = 0.0f, square = 0.0f;
-      for (int s = group * splits; s < (group + 1) * splits; ++s) {
-        low += merged[s][m][at];
-        high += merged[s][m][at + 16];
-        square += squares[s][m];
-      }
-      float scale = Layer::NORMED ? inverse_root(square / width + layer.eps()) : 1.0f;
-      if (t * 8 + m < count)
-        layer.finish(first_tile + group, at, t * 8 + m, low * scale, high * scale);
+    int at = threadIdx.x % 16, m = threadIdx.x / 16;
+    if (m >= 8 || t * 8 + m >= count) continue;
+    float low = 0.0f, high = 0.0f, square = 0.0f;
+    for (int w = 0; w < WARPS; ++w) {
+      low += merged[w][m][at];
+      high += merged[w][m][at + 16];
+      square += squares[w][m];
     }
+    float scale = Layer::NORMED ? inverse_root(square / width + layer.eps()) : 1.0f;
+    layer.finish(blockIdx.x, at, t * 8 + m, low * scale, high * scale);
   }
 }
 
@@ -135,7 +130,6 @@ template <typename T> struct Added {
 
   FN const T* norm() const { return weights; }
   FN float eps() const { return 0.0f; }
-  FN int tiles() const { return features / 32; }
   FN const T* row(int tile, int half, int at) const {
     return weights + (long)(tile * 32 + half * 16 + at) * width;
   }
@@ -158,7 +152,6 @@ template <typename T> struct Gated {
 
   FN const T* norm() const { return norm_weights; }
   FN float eps() const { return norm_eps; }
-  FN int tiles() const { return features / 16; }
   FN const T* row(int tile, int half, int at) const {
     return (half ? up : gate) + (long)(tile * 16 + at) * width;
   }
@@ -184,7 +177,6 @@ template <typename T, int DIM, bool TRADITIONAL> struct Heads {
 
   FN const T* norm() const { return norm_weights; }
   FN float eps() const { return norm_eps; }
-  FN int tiles() const { return (query_features + key_features + value_features) / 32; }
   // Which of the three a tile is of; makes it a number among these.
   FN int of(int& tile) const {
     if (tile < query_features / 32) return QUERIES;
