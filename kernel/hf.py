@@ -8,21 +8,20 @@ brings.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import tokenizers
 from attrs import frozen
 from mlx_lm.models import llama
 from mlx_lm.utils import load_config
 from mlx_lm.utils import load_model as load_weights
 from safetensors import SafetensorError, safe_open
 
-from .errors import ModelError, TokenizerError
+from .errors import ModelError
+from .hf_tokenizer import read_json, tokenizer_of
 from .model_classes import classes_of
 from .tensors import compare, parameters
 from .tokenizer import Tokenizer
@@ -38,7 +37,6 @@ REQUIRED_FIELDS = (
     "vocab_size",
     "max_position_embeddings",
 )
-NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 @frozen
@@ -59,7 +57,7 @@ def read_folder(path: Path) -> Folder:
     missing, left over or of another shape.
     """
     config = _config(path)
-    tokenizer, tokenizer_files = _tokenizer(path, config)
+    tokenizer, tokenizer_files = tokenizer_of(path, config)
     weight_files = sorted(path.glob("model*.safetensors"))
     if not weight_files:
         raise ModelError(
@@ -172,7 +170,7 @@ def _config(path: Path) -> dict[str, Any]:
 def _headers(path: Path, files: list[Path]) -> set[str]:
     """Names of all tensors, without reading them."""
     index = path / "model.safetensors.index.json"
-    shards = set(_read_json(index).get("weight_map", {}).values()) if index.is_file() else set()
+    shards = set(read_json(index).get("weight_map", {}).values()) if index.is_file() else set()
     if absent := sorted(shards - {file.name for file in files}):
         raise ModelError(f"{path} lacks {', '.join(absent)}, named in {index.name}: fetch it again")
     names: set[str] = set()
@@ -202,55 +200,4 @@ def read_tokenizer(path: Path) -> tuple[Tokenizer, list[Path]]:
     Raises TokenizerError, or ModelError for a file that is no JSON object.
     """
     config = path / "config.json"
-    return _tokenizer(path, _read_json(config) if config.is_file() else {})
-
-
-def _tokenizer(path: Path, config: Mapping[str, Any]) -> tuple[Tokenizer, list[Path]]:
-    file = path / "tokenizer.json"
-    if not file.is_file():
-        raise TokenizerError(
-            f"{path} holds no tokenizer.json: fetch it from where the model came from, or save the "
-            "tokenizer there with transformers"
-        )
-    try:
-        core = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises a bare Exception
-        raise TokenizerError(f"{file} cannot be read: {error}") from error
-    settings_file, template_file = path / "tokenizer_config.json", path / "chat_template.jinja"
-    settings = _read_json(settings_file) if settings_file.is_file() else {}
-    named = {name: _content(settings.get(name)) for name in NAMED_TOKENS}
-    ends = config.get("eos_token_id")
-    ends = ends if isinstance(ends, list) else [ends]
-    ends.append(core.token_to_id(named["eos_token"]) if named["eos_token"] else None)
-    tokenizer = Tokenizer(
-        core,
-        named={name: text for name, text in named.items() if text is not None},
-        end_tokens=[token for token in ends if token is not None],
-        chat_template=_template(settings, template_file),
-    )
-    return tokenizer, [one for one in (file, settings_file, template_file) if one.is_file()]
-
-
-def _template(settings: Mapping[str, Any], file: Path) -> str | None:
-    """The template of its own file, else of the settings; of several, the one named default."""
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    template = settings.get("chat_template")
-    if isinstance(template, list):
-        named = {one.get("name"): one.get("template") for one in template}
-        return named.get("default")
-    return template
-
-
-def _content(token: Any) -> str | None:
-    return token.get("content") if isinstance(token, dict) else token
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise ModelError(f"{file} cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{file} is no JSON object: fetch the file again")
-    return value
+    return tokenizer_of(path, read_json(config) if config.is_file() else {})

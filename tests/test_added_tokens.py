@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import tokenizers
+import transformers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
+from kernel.errors import TokenizerError
 from kernel.grammar import TOKEN_BYTES_MAX, Grammars, lark_term
 from kernel.hf import read_tokenizer
 from kernel.tokenizer import Tokenizer
@@ -167,3 +171,83 @@ def test_a_special_token_longer_than_llguidance_takes_can_still_be_named(extra: 
     core.add_tokens([AddedToken(marker, special=True)])
     term = lark_term(Tokenizer(core), marker)
     assert grammar_over(core, {"lark": f'start: "a" {term}'}, "a") == {marker}
+
+
+def listed(text: str, special: bool, **flags: bool) -> dict[str, Any]:
+    """A token as tokenizer_config.json lists it."""
+    names = ("lstrip", "rstrip", "single_word", "normalized")
+    return {"content": text, "special": special, **dict.fromkeys(names, False), **flags}
+
+
+def folder_of(path: Path, core: tokenizers.Tokenizer, **settings: Any) -> Path:
+    core.save(str(path / "tokenizer.json"))
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    return path
+
+
+TURNS = "<s>user<turn>the tool  <new> tools<|done|>x <think>[city]!</s>"
+
+
+def test_tokens_that_only_the_settings_list_have_the_ids_that_transformers_gives(
+    tmp_path: Path,
+) -> None:
+    core = byte_level()
+    size, think = core.get_vocab_size(), id_of(core, "<think>")
+    tokens = {
+        size + 1: listed("<new>", False, lstrip=True),
+        size: listed("<|done|>", True),
+        think: listed("<think>", True),
+    }
+    folder = folder_of(
+        tmp_path, core, eos_token="<|done|>", pad_token="!",
+        added_tokens_decoder={str(number): it for number, it in tokens.items()},
+    )  # fmt: skip
+    ours, _ = read_tokenizer(folder)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    assert ours.encode(TURNS) == theirs.encode(TURNS)
+    assert ours.vocab_size == len(theirs) == size + 2
+    assert ours.end_tokens == (1, id_of(core, "<|call|>"), size)
+    assert think in ours.special_tokens
+    assert ours.decode(ours.encode("a!")) == "a!"
+    assert ours.decode(ours.encode(TURNS)) == "user<turn>the tool<new> toolsx <think>[city]!"
+
+
+def test_a_named_end_of_turn_that_is_an_ordinary_word_is_special_as_with_transformers(
+    tmp_path: Path,
+) -> None:
+    core, word = byte_level(), "cal"
+    folder = folder_of(tmp_path, core, eos_token=word)
+    ours, _ = read_tokenizer(folder)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    text = "recall a callcal"
+    assert ours.encode(text) == theirs.encode(text) != core.encode(text).ids
+    assert id_of(core, word) in ours.end_tokens
+    assert ours.decode(ours.encode(text)) == "rel a l"
+
+
+def test_a_listed_token_that_would_get_another_id_is_refused(tmp_path: Path) -> None:
+    core = byte_level()
+    size = core.get_vocab_size()
+    tokens = {str(size + 5): listed("<new>", False)}
+    with pytest.raises(TokenizerError) as caught:
+        read_tokenizer(folder_of(tmp_path, core, added_tokens_decoder=tokens))
+    assert str(caught.value) == (
+        f"{tmp_path / 'tokenizer_config.json'} lists <new> as token {size + 5}, which is token "
+        f"{size} behind those of tokenizer.json: fetch both again from where the model came from"
+    )
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [{"x": listed("a", True)}, {"1": {"special": True}}, ["a"], {"1": "a"}, {"1": {"content": 1}}],
+    ids=str,
+)
+def test_listed_tokens_of_another_form_are_one_sentence(tokens: Any, tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, byte_level(), added_tokens_decoder=tokens)
+    with pytest.raises(TokenizerError) as caught:
+        read_tokenizer(folder)
+    assert str(caught.value) == (
+        f"{tmp_path / 'tokenizer_config.json'}: added_tokens_decoder is no table of tokens by "
+        "their ids: fetch it again"
+    )
