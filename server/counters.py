@@ -77,6 +77,8 @@ class Counters:
         self.plans_raised = 0
         self.preemptions = 0
         self.rewound_rows = 0
+        self.guessed_tokens = 0
+        self.accepted_tokens = 0
         self.shadow_checked = 0
         self.shadow_found = 0
         self.divergences = dict.fromkeys(DIVERGENCES, 0)
@@ -114,6 +116,7 @@ class Counters:
         self.events(plan.events)
         if plan.pieces:
             self.step_tokens.add(sum([piece.rows for piece in plan.pieces]))
+            self.guessed_tokens += sum([it.samples - 1 for it in plan.pieces if it.samples > 1])
         if not plan.admitted:
             return
         now = self._clock()
@@ -135,6 +138,8 @@ class Counters:
         now, live, between = self._clock(), self._live, self.between_tokens_s
         for outcome in outcomes:
             self.generation_tokens += len(outcome.tokens)
+            if outcome.rows:
+                self.accepted_tokens += outcome.rows - 1
             times = live.get(outcome.seq)
             if times is None:
                 continue

@@ -29,7 +29,7 @@ from server.settings import Settings
 from server.submission import Submission
 from server.view import StepPlan, initial, receive
 from server.waiting import Waiting
-from statemachine.events import Preempted, Rewound
+from statemachine.events import DRAFT, Appended, Preempted, Rewound
 from statemachine.geometry import Geometry, Group
 from statemachine.records import Parameters, RequestArrived, ShadowReport, StepDone
 
@@ -47,6 +47,7 @@ VLLM = {
     *("time_to_first_token_seconds", "inter_token_latency_seconds"),
     *("e2e_request_latency_seconds", "request_queue_time_seconds"),
     *("request_prefill_time_seconds", "request_decode_time_seconds"),
+    *("spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"),
 }
 """Names of vLLM 0.11 that mean here what they mean there."""
 
@@ -130,6 +131,24 @@ def test_a_scripted_load_is_counted_exactly() -> None:
     assert labelled(metrics, "divergences_total") == {"observation": 0, "content": 0}
     steps = labelled(metrics, "iteration_tokens_total_bucket")
     assert [steps[bound] for bound in ("1.0", "8.0", "16.0", "32.0", "+Inf")] == [6, 8, 8, 9, 9]
+
+
+def test_guesses_and_those_that_came_true_are_counted() -> None:
+    # Of three guesses at positions 6 to 8 the last one is wrong, and of those behind it the first.
+    small = FakeKernel(SMALL, script=lambda seq, at: 60 if at in (8, 9) else at % 4)
+    sim = Sim(SMALL, structs.replace(POLICY, draft_tokens=3), draft=small, script=_in_turn)
+    sim.submit((9, 8, 7, 6, 5), 7)
+    sim.run()
+    now = plain(of(sim.engine))
+    drafts = [event.tokens for event in sim.events(Appended) if event.purpose == DRAFT]
+    assert drafts == [(1, 2, 3, 60), (0, 60, 2), (1, 2)]
+    assert now["spec_decode_num_draft_tokens_total"] == 3 + 2 + 1
+    assert now["spec_decode_num_accepted_tokens_total"] == 2 + 0 + 1
+    assert now["generation_tokens_total"] == 7
+
+
+def _in_turn(seq: int, position: int) -> int:
+    return position % 4
 
 
 def test_rows_compared_taken_back_and_preempted_are_counted() -> None:

@@ -69,6 +69,16 @@ COUNTERS: tuple[tuple[str, str, Callable[[Counters], float]], ...] = (
     ),
     ("generation_tokens", "Tokens of answers.", lambda it: it.generation_tokens),
     (
+        "spec_decode_num_draft_tokens",
+        "Guesses that were verified, of a draft model or looked up in the text.",
+        lambda it: it.guessed_tokens,
+    ),
+    (
+        "spec_decode_num_accepted_tokens",
+        "Guesses that came true.",
+        lambda it: it.accepted_tokens,
+    ),
+    (
         "rewound_rows",
         "Rows computed on the chance that were taken back: wrong guesses, steps ahead of an end.",
         lambda it: it.rewound_rows,
