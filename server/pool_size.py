@@ -8,10 +8,6 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-import mlx.core as mx
-
-from kernel.pages import block_bytes
-
 from .admission import SLOTS_MIN
 from .settings import Settings, SettingsError
 
@@ -35,6 +31,8 @@ def pool_blocks(settings: Settings, layout: Layout, beside: int = 0) -> tuple[in
                 "with num_slots how many states to hold"
             )
         return 0, 0
+    from kernel.pages import block_bytes
+
     groups = sorted({layer.group for layer in layout.shapes})
     each = beside + sum(block_bytes(layout.shapes, at, settings.block_size) for at in groups)
     memory = memory_bytes()
@@ -78,6 +76,8 @@ def pool_slots(settings: Settings, layout: Layout) -> int:
 
 def memory_bytes() -> int:
     """Memory that the pool may be made in: the GPU's where one is used, else the machine's."""
+    import mlx.core as mx
+
     if mx.default_device().type == mx.gpu and not mx.metal.is_available():
         size = mx.device_info().get("memory_size", 0)
         if size:
