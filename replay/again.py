@@ -125,7 +125,8 @@ class _Reader:
         if isinstance(record, Header) and self.inputs is None:
             if record.redacted:
                 raise Unusable("the tape is redacted: there are no tokens to run again")
-            self.inputs = Inputs(record)
+            # What a draft model guesses changes when tokens come, and no token.
+            self.inputs = Inputs(structs.replace(record, draft=None))
         assert self.inputs is not None, "a reader yields the header first"
         if isinstance(record, Checkpoint) and self._fold and self._fold.counts.records == 1:
             _require_start(record)

@@ -315,8 +315,8 @@ _SEES = (
     "tokens, and replays the tape that comes of it, fold and plan, with all invariants after each "
     "event. It sees faults in the state machine, the scheduler, the loop, and in how the kernel "
     "lays out positions, tables and visible rows. It cannot see faults in MLX arithmetic or in a "
-    "model's layers (`--model` runs these), in HTTP or text, in timing, or faults that need more "
-    "than the recorded inputs (another pool, a full disk, a race)."
+    "model's layers (`--model` runs these), in a draft model's cache, in HTTP or text, in timing, "
+    "or faults that need more than the recorded inputs (another pool, a full disk, a race)."
 )
 _SEES_MODEL = (
     "What the test does: it gives the recorded requests to this version's engine over the real "

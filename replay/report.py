@@ -151,6 +151,8 @@ def _shortened(line: str) -> str:
 
 def _divergence_lines(found: Divergence, outcome: Outcome) -> list[str]:
     lines = [f"class     {found.kind}", f"step      {found.step}"]
+    if found.draft_step >= 0:
+        lines[-1] += f", before it step {found.draft_step} of the draft model"
     if found.record:
         where = found.record if found.event_index < 0 else f"{found.record}[{found.event_index}]"
         words = f": {text_words(found.event)}" if found.event else ""

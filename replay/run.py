@@ -154,7 +154,8 @@ def _replay(path: str, options: Options) -> Outcome:
     code = DIVERGED if divergence else TORN if torn else CLEAN
     hint = ""
     if divergence is not None and fold.counts.records > 1:
-        divergence, hint = with_hint(divergence, fold.state)
+        inner = fold.drafted if divergence.draft_step >= 0 else None
+        divergence, hint = with_hint(divergence, (inner or fold).state)
     outcome = Outcome(
         path, options.depth, code, fold.counts, tape.header, divergence,
         torn, options.until if stopped else None, tape.position, list(tape.notes),

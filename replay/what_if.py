@@ -148,6 +148,11 @@ def what_if(path: str, given: Iterable[str]) -> WhatIfReport:
     tape, tried = Tape(path), Tally()
     with progress(tape, "replay what-if") as records:
         recorded = Recorded(tape, iter(records))
+        if recorded.header.draft is not None:
+            raise Unusable(
+                "a draft model guessed for this tape, and what it would have guessed in other "
+                "steps is not on it: give a tape of a server without --draft-model"
+            )
         policy, geometry = settings(recorded.header, given)
         if recorded.start is not None and geometry != recorded.header.geometry:
             raise Unusable(

@@ -7,12 +7,14 @@ be wrong.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec import structs
 
 from kernel.fake import Failure, FakeKernel
+from replay.cli import main as replay_command
 from replay.divergence import Diverged, Divergence
 from replay.errors import Unusable
 from replay.fold import Fold
@@ -51,7 +53,7 @@ from statemachine.records import (
 )
 
 from .follow import GUESSING, clean, done, fork, planned, pool
-from .sim import SMALL, Sim, prompts
+from .sim import SMALL, Sim, prompts, tape_bytes
 
 ROUND = (1, 2, 3, 4)
 PROMPT_TOKENS = (9, 8, 7, 6, 5, 9)
@@ -551,3 +553,66 @@ def test_guesses_are_counted_like_those_that_are_looked_up() -> None:
         sum(len(it.tokens) - 1 for it in sim.events(Committed)),
     )
     assert 0 < rows.accepted < rows.guessed
+
+
+@pytest.fixture
+def tape(tmp_path: Path) -> str:
+    sim = a_run()
+    sim.engine.stop()
+    path = tmp_path / "drafted.tape"
+    path.write_bytes(tape_bytes(sim.capture.records))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["TAPE"],
+        ["TAPE", "--depth", "plan", "--invariants", "event"],
+        ["show", "TAPE", "--at", "2"],
+        ["stat", "TAPE"],
+        ["html", "TAPE", "-o", "OUT.html"],
+        ["diff", "TAPE", "TAPE"],
+        ["repair", "TAPE", "-o", "OUT.tape"],
+        ["upgrade", "TAPE", "-o", "OUT.tape"],
+        ["bisect", "TAPE"],
+        *(["export", "TAPE", "--to", to, "-o", "OUT"] for to in ("jsonl", "perfetto", "kv-events")),
+    ],
+    ids=" ".join,
+)
+def test_commands_of_replay_take_a_tape_with_a_draft_model(
+    tape: str, tmp_path: Path, arguments: list[str]
+) -> None:
+    named = [it.replace("TAPE", tape).replace("OUT", str(tmp_path / "out")) for it in arguments]
+    assert replay_command(named) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["redact", "TAPE", "-o", "OUT"], "whose guesses this version cannot redact"),
+        (["what-if", "TAPE"], "what it would have guessed in other steps is not on it"),
+    ],
+    ids=["redact", "what-if"],
+)
+def test_what_would_need_other_guesses_is_refused_in_a_sentence(
+    tape: str, tmp_path: Path, capsys: Any, arguments: list[str], said: str
+) -> None:
+    named = [it.replace("TAPE", tape).replace("OUT", str(tmp_path / "out")) for it in arguments]
+    assert replay_command(named) == 2
+    assert said in capsys.readouterr().err
+    assert [it.name for it in tmp_path.iterdir()] == ["drafted.tape"]
+
+
+def test_a_report_says_which_step_of_the_draft_model_it_is(tape: str, capsys: Any) -> None:
+    records = list(a_run().capture.records)
+    place = next(
+        n for n, it in enumerate(records)
+        if isinstance(it, Drafted) and isinstance(it.record, StepDone) and it.record.step == 4
+    )  # fmt: skip
+    drafted: Any = records[place]
+    seen = structs.replace(drafted.record.observation, starts=(9,))
+    records[place] = Drafted(structs.replace(drafted.record, observation=seen))
+    Path(tape).write_bytes(tape_bytes(records))
+    assert replay_command([tape]) == 1
+    assert "step      3, before it step 4 of the draft model" in capsys.readouterr().out
