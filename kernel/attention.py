@@ -21,7 +21,7 @@ import numpy as np
 from mlx_lm.models import base
 
 from .context import StepContext
-from .fastmath import EXPONENT_MIN, LOG2E, exp2
+from .fastmath import LOG2E, exp2_below
 from .handles import HandleMisused, KeyHandle, MaskHandle, Positions, ScoresHandle
 from .paged_attention import Layer
 from .pages import Codes
@@ -54,7 +54,7 @@ def dispatch(
     context, key_pages, value_pages = layer.read(keys, values, asked)
     if context.tables is not None and context.tables.attends:
         assert layer.layer is not None
-        arrays = Layer(layer.layer, key_pages, value_pages, *layer.rows, sinks)
+        arrays = Layer(layer.layer, key_pages, value_pages, *layer.rows, sinks, layer.codes)
         return context.tables.attend(layer.group, queries, arrays, scale)
     return attend(context, layer.group, queries, key_pages, value_pages, scale, sinks, layer.codes)
 
@@ -207,7 +207,7 @@ def _rows(
     if sinks is not None:
         sinks = mx.repeat(sinks.reshape(1, kv_heads, repeats), count, axis=2)[..., None]
         peaks = mx.maximum(peaks, sinks)
-    weights = exp2(mx.maximum(scores - peaks, EXPONENT_MIN))
+    weights = exp2_below(scores, peaks)
     totals = _with_sinks(weights.sum(axis=-1, keepdims=True), peaks, sinks)
     out = (weights @ values) / totals
     return out.reshape(pieces, kv_heads, repeats, count, -1)
@@ -232,7 +232,7 @@ def _columns(
     if sinks is not None:
         sinks = mx.repeat(sinks.reshape(1, kv_heads, repeats), count, axis=2)[:, :, None]
         peaks = mx.maximum(peaks, sinks)
-    weights = exp2(mx.maximum(scores - peaks, EXPONENT_MIN))
+    weights = exp2_below(scores, peaks)
     totals = _with_sinks(weights.sum(axis=-2, keepdims=True), peaks, sinks).swapaxes(-1, -2)
     out = (weights.swapaxes(-1, -2) @ values) / totals
     return out.reshape(pieces, kv_heads, repeats, count, -1)
@@ -242,4 +242,4 @@ def _with_sinks(totals: mx.array, peaks: mx.array, sinks: mx.array | None) -> mx
     """What weights are divided by: their sum, and the sinks' share of it."""
     if sinks is None:
         return totals
-    return totals + exp2(mx.maximum(sinks - peaks, EXPONENT_MIN))
+    return totals + exp2_below(sinks, peaks)

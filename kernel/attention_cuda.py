@@ -7,6 +7,7 @@ paged_attention.py.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -25,7 +26,12 @@ DECODE_INPUTS = [
     "plan", "queries", "key_pages", "value_pages", "keys", "values", "sinks", "counters",
 ]  # fmt: skip
 FETCH_INPUTS = ["plan", "key_pages", "value_pages", "keys", "values"]
-TYPES = {mx.bfloat16: "__nv_bfloat16", mx.float16: "__half", mx.float32: "float"}
+TYPES = {
+    mx.bfloat16: "__nv_bfloat16",
+    mx.float16: "__half",
+    mx.float32: "float",
+    mx.uint32: "unsigned",
+}
 
 
 def header() -> str:
@@ -36,29 +42,34 @@ def header() -> str:
 def decode_body(shape: Shape) -> str:
     """The kernel's one line."""
     numbers = (
-        TYPES[shape.dtype], shape.block_size, shape.key_dim, shape.value_dim, shape.kv_heads,
-        shape.shared, shape.heads, WARPS, str(shape.sinks).lower(),
+        TYPES[shape.dtype], row_of(shape, TYPES), shape.block_size, shape.key_dim, shape.value_dim,
+        shape.kv_heads, shape.shared, shape.heads, WARPS, str(shape.sinks).lower(),
     )  # fmt: skip
-    inputs = ", ".join(
-        f"({kind} const*){name}"
-        for kind, name in zip(_kinds(shape, DECODE_INPUTS), DECODE_INPUTS, strict=True)
-    )
+    inputs = ", ".join(f"({kind_of(shape, name)} const*){name}" for name in DECODE_INPUTS)
     inputs = inputs.replace("(unsigned const*)counters", "(unsigned*)counters")
     outputs = f"({TYPES[shape.dtype]}*)out, parts, tops"
     return f"decode<{', '.join(map(str, numbers))}>({inputs}, {outputs}, {shape.scale_of_two});"
 
 
 def fetch_body(shape: Shape) -> str:
-    numbers = (
-        TYPES[shape.dtype], shape.block_size, shape.key_dim, shape.value_dim, shape.kv_heads,
-    )  # fmt: skip
-    inputs = ", ".join(FETCH_INPUTS)
-    return f"fetch<{', '.join(map(str, numbers))}>({inputs}, out_keys, out_values);"
+    kind = TYPES[shape.dtype]
+    dims = (shape.block_size, shape.key_dim, shape.value_dim, shape.kv_heads)
+    words = (
+        [kind, row_of(shape, TYPES), *map(str, dims)] if shape.group else [kind, *map(str, dims)]
+    )
+    name = "fetch_words" if shape.group else "fetch"
+    return f"{name}<{', '.join(words)}>({', '.join(FETCH_INPUTS)}, out_keys, out_values);"
 
 
-def _kinds(shape: Shape, names: list[str]) -> list[str]:
-    kinds = {"plan": "int", "sinks": "float", "counters": "unsigned"}
-    return [kinds.get(name, TYPES[shape.dtype]) for name in names]
+def row_of(shape: Shape, types: Mapping[mx.Dtype, str]) -> str:
+    """decode.h's word for a row of the pages."""
+    return f"CodedRow<{shape.group}>" if shape.group else f"PlainRow<{types[shape.dtype]}>"
+
+
+def kind_of(shape: Shape, name: str) -> str:
+    """The type of an input's numbers."""
+    kinds = {"plan": "int", "sinks": "float", "counters": "unsigned", "queries": TYPES[shape.dtype]}
+    return kinds.get(name, "unsigned" if shape.group else TYPES[shape.dtype])
 
 
 class CudaDialect:
@@ -99,10 +110,10 @@ class CudaDialect:
     def fetch(
         self, shape: Shape, plan: mx.array, rows: int, layer: Layer
     ) -> tuple[mx.array, mx.array]:
-        fours = rows * shape.kv_heads * (shape.key_dim + shape.value_dim) // 4
+        threads = rows * shape.kv_heads * shape.row_parts
         keys, values = _fetch_kernel(shape.of_pages)(
             inputs=[plan, layer.key_pages, layer.value_pages, layer.keys, layer.values],
-            grid=(-(-fours // FETCH_THREADS) * FETCH_THREADS, 1, 1),
+            grid=(-(-threads // FETCH_THREADS) * FETCH_THREADS, 1, 1),
             threadgroup=(FETCH_THREADS, 1, 1),
             output_shapes=[
                 (shape.kv_heads, rows, shape.key_dim), (shape.kv_heads, rows, shape.value_dim),

@@ -13,6 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from .attention_cuda import row_of
 from .drawing import Sampler
 from .fastmath import LOG2E
 from .paged_attention import Layer, Shape
@@ -37,7 +38,7 @@ def _types(shape: Shape) -> tuple[str, str]:
     """The element, and the warp that the kernels are made of."""
     kind, heads = TYPES[shape.dtype], _heads(shape)
     dims = f"{shape.block_size}, {shape.key_dim}, {shape.value_dim}"
-    return kind, f"PlainWarp<{kind}, {dims}, {heads}>"
+    return kind, f"PlainWarp<{kind}, {row_of(shape, TYPES)}, {dims}, {heads}>"
 
 
 def _heads(shape: Shape) -> int:
@@ -55,7 +56,8 @@ threadgroup float mixes[{WARPS * heads * shape.value_dim}];
 threadgroup float peaks[{WARPS * heads}], totals[{WARPS * heads}];
 Item item = item_at(plan, int(threadgroup_position_in_grid.y));
 item.splits = 2;
-attend_item<{warp}, {kind}, {dims}, {shape.kv_heads}, {shape.shared}, {heads}, {WARPS}, false>(
+attend_item<{warp}, {kind}, {row_of(shape, TYPES)}, {dims}, {shape.kv_heads}, {shape.shared},
+            {heads}, {WARPS}, false>(
     item, int(threadgroup_position_in_grid.y), int(threadgroup_position_in_grid.x), plan, queries,
     key_pages, value_pages, key_pages, value_pages, parts, (GLOBAL {kind}*)parts, parts, tops,
     {shape.scale_of_two}, mixes, peaks, totals, int(thread_position_in_threadgroup.x));

@@ -26,6 +26,7 @@ from .fastmath import LOG2E
 from .metadata import Longs, StepMetadata
 from .paged_plan import RowsPlan, plan_fetch, plan_rows
 from .products import Products
+from .quantised import Code
 
 ROW_KEYS_MAX = 1 << 16
 """A piece is attended row by row up to that many keys of all its rows together; beyond it, its keys
@@ -40,7 +41,8 @@ DIM_MAX = 256
 class Shape:
     """What a kernel is compiled for: `shared` query heads read each of `kv_heads`.
 
-    scale: in natural units. sinks: whether each head has the score of a key without a value.
+    dtype: the layer's. scale: in natural units. sinks: whether each head has the score of a key
+    without a value. group: where rows are words of 8-bit numbers, how many share a scale; else 0.
     """
 
     dtype: mx.Dtype
@@ -51,6 +53,7 @@ class Shape:
     value_dim: int
     scale: float
     sinks: bool
+    group: int = 0
 
     @property
     def columns(self) -> int:
@@ -64,7 +67,13 @@ class Shape:
 
     @property
     def heads_max(self) -> int:
-        return 4 if self.dtype == mx.float32 else 8
+        return 4 if self.dtype == mx.float32 or self.group else 8
+
+    @property
+    def row_parts(self) -> int:
+        """Parts that a head's key and value are fetched in: of four numbers, or a word."""
+        parts = (self.key_dim + self.value_dim) // 4
+        return parts + (self.key_dim + self.value_dim) // self.group * 2 if self.group else parts
 
     @property
     def of_pages(self) -> Shape:
@@ -77,6 +86,7 @@ class Shape:
         dims = (self.block_size, self.kv_heads, self.shared, self.key_dim, self.value_dim)
         scale = float(self.scale).hex().translate(str.maketrans(".+-", "___"))
         words = [str(self.dtype).split(".")[-1], *map(str, dims), scale, str(int(self.sinks))]
+        words += [str(self.group)] if self.group else []
         return "paged_" + "_".join(words)
 
     @property
@@ -88,7 +98,7 @@ class Shape:
 @frozen(eq=False)
 class Layer:
     """A layer's arrays in a step. pages: K and V [num_blocks, block_size, KV, dim]; rows: the
-    step's own [T, KV, dim]; sinks: [H] or None.
+    step's own [T, KV, dim]; sinks: [H] or None. codes: what words of quantised pages mean.
     """
 
     number: int
@@ -97,6 +107,12 @@ class Layer:
     keys: mx.array
     values: mx.array
     sinks: mx.array | None = None
+    codes: tuple[Code, Code] | None = None
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """Of its rows, as they are attended to."""
+        return self.key_pages.dtype if self.codes is None else self.codes[0].dtype
 
 
 class Dialect(Protocol):
@@ -165,10 +181,9 @@ class StepTables:
 
         Writes the step's rows into the pages where the dialect does that in place.
         """
-        dtype = layer.key_pages.dtype
-        rows = queries.squeeze(2).astype(dtype)
+        rows = queries.squeeze(2).astype(layer.dtype)
         shape = shape_of(layer, rows.shape[1], scale)
-        layer = _of_dtype(layer)
+        layer = _as_written(layer)
         short = None
         if len(self._short):
             plan, counts = self.plan(group, shape.columns)
@@ -249,8 +264,12 @@ def shape_of(layer: Layer, heads: int, scale: float) -> Shape:
     """What a layer's kernels are compiled for."""
     _, size, kv_heads, key_dim = layer.key_pages.shape
     value_dim = layer.value_pages.shape[3]
+    group = 0
+    if layer.codes is not None:
+        key_dim, value_dim = (code.dim for code in layer.codes)
+        group = layer.codes[0].group
     return Shape(
-        dtype=layer.key_pages.dtype,
+        dtype=layer.dtype,
         block_size=size,
         kv_heads=kv_heads,
         shared=heads // kv_heads,
@@ -258,33 +277,35 @@ def shape_of(layer: Layer, heads: int, scale: float) -> Shape:
         value_dim=value_dim,
         scale=scale,
         sinks=layer.sinks is not None,
+        group=group,
     )
 
 
 def put_blocks(dialect: Dialect, layer: Layer, blocks: mx.array) -> None:
     """Write whole blocks in place: `layer` has their rows, [blocks, block_size, KV, dim]. Waits.
 
-    A fetch of a piece that begins at 0 and has these rows: what it gives back is of no use.
+    A fetch of a piece that begins at 0 and has these rows: what it gives back is of no use. Blocks
+    of words are taken for one row each, since a row of these may have any width.
     """
-    keys, values = (rows.reshape(-1, *rows.shape[2:]) for rows in (layer.keys, layer.values))
+    arrays = [layer.key_pages, layer.value_pages, layer.keys, layer.values]
+    if layer.key_pages.dtype == mx.uint32:
+        arrays = [it.reshape(len(it), 1, 1, -1) for it in arrays]
+    keys, values = (it.reshape(-1, *it.shape[2:]) for it in arrays[2:])
     head = mx.array(np.array([len(keys), 0, 0, 0, 0], np.int32))
     plan = mx.concatenate([head, blocks.astype(mx.int32)])
-    rows = Layer(layer.number, layer.key_pages, layer.value_pages, keys, values)
-    shape = shape_of(rows, keys.shape[1], 1.0)
-    mx.eval(dialect.fetch(shape, plan, len(keys), rows))
+    raw = Layer(layer.number, arrays[0], arrays[1], keys, values)
+    mx.eval(dialect.fetch(shape_of(raw, keys.shape[1], 1.0), plan, len(keys), raw))
 
 
-def _of_dtype(layer: Layer) -> Layer:
-    """The step's rows in the pages' dtype, as they are written."""
-    dtype = layer.key_pages.dtype
-    return Layer(
-        layer.number,
-        layer.key_pages,
-        layer.value_pages,
-        layer.keys.astype(dtype),
-        layer.values.astype(dtype),
-        None if layer.sinks is None else layer.sinks.astype(dtype),
-    )
+def _as_written(layer: Layer) -> Layer:
+    """The step's rows as they are written: in the pages' dtype, or in words."""
+    rows = (layer.keys, layer.values)
+    if layer.codes is None:
+        keys, values = (it.astype(layer.dtype) for it in rows)
+    else:
+        keys, values = (code.encode(it) for code, it in zip(layer.codes, rows, strict=True))
+    sinks = None if layer.sinks is None else layer.sinks.astype(layer.dtype)
+    return evolve(layer, keys=keys, values=values, sinks=sinks)
 
 
 def _runs(metadata: StepMetadata, long: np.ndarray) -> list[tuple[int | None, int, int]]:

@@ -23,7 +23,8 @@ from .context import StepContext
 from .errors import describe
 from .metadata import StepMetadata, build
 from .paged_attention import Dialect, Layer, Shape, StepTables
-from .pages import PageStep
+from .pages import Codes, PageStep
+from .quantised import Code
 
 PIECES = ((0, 1), (15, 1), (16, 1), (33, 3), (1400, 1), (50, 12), (0, 20), (1, 1), (300, 2))
 """Rows before the step, and in it, of each sequence."""
@@ -60,16 +61,17 @@ class _Case:
     key_pages: mx.array
     value_pages: mx.array
     sinks: mx.array | None
+    codes: Codes | None
     filled: np.ndarray
 
 
 def _compared(dialect: Dialect, shape: Shape, group: Group, seed: int) -> str:
     case = _case(shape, group, PIECES, seed)
     context = StepContext(case.metadata)
-    plain = PageStep([case.key_pages], [case.value_pages])
+    plain = PageStep([case.key_pages], [case.value_pages], (case.codes,))
     plain.write(0, context.write_index(0), case.keys, case.values)
     wanted_pages = (plain.keys[0], plain.values[0])
-    wanted = attend(context, 0, case.queries, *wanted_pages, shape.scale, case.sinks)
+    wanted = attend(context, 0, case.queries, *wanted_pages, shape.scale, case.sinks, case.codes)
     before = (case.key_pages, case.value_pages) if dialect.in_place else wanted_pages
     filled = case.filled.copy()
     if not dialect.in_place:
@@ -77,9 +79,8 @@ def _compared(dialect: Dialect, shape: Shape, group: Group, seed: int) -> str:
     pages = (_poisoned(before[0], filled), _poisoned(before[1], filled))
     fewest = {"row_keys_max": FETCHED_KEYS} if dialect.in_place else {}
     tables = StepTables(dialect, case.metadata, **fewest)
-    got = tables.attend(
-        0, case.queries, Layer(0, *pages, case.keys, case.values, case.sinks), shape.scale
-    )
+    layer = Layer(0, *pages, case.keys, case.values, case.sinks, case.codes)
+    got = tables.attend(0, case.queries, layer, shape.scale)
     mx.eval(got, wanted)
     apart = _apart(got, wanted)
     if not apart <= TOLERANCES[shape.dtype]:
@@ -119,22 +120,36 @@ def _case(shape: Shape, group: Group, lengths: tuple[tuple[int, int], ...], seed
     def random(*dims: int) -> mx.array:
         return mx.array(rng.standard_normal(dims, np.float32)).astype(shape.dtype)
 
+    dims = (shape.key_dim, shape.value_dim)
+    pages = [random(blocks, size, shape.kv_heads, dim) for dim in dims]
+    codes = None
+    if shape.group:
+        codes = (
+            Code(dims[0], 8, shape.group, shape.dtype),
+            Code(dims[1], 8, shape.group, shape.dtype),
+        )
+        pages = [code.encode(it) for code, it in zip(codes, pages, strict=True)]
     return _Case(
         metadata=metadata,
         queries=random(total, heads, 1, shape.key_dim) * (1.5 / shape.key_dim**0.5 / shape.scale),
         keys=random(total, shape.kv_heads, shape.key_dim),
         values=random(total, shape.kv_heads, shape.value_dim),
-        key_pages=random(blocks, size, shape.kv_heads, shape.key_dim),
-        value_pages=random(blocks, size, shape.kv_heads, shape.value_dim),
+        key_pages=pages[0],
+        value_pages=pages[1],
         sinks=random(heads) if shape.sinks else None,
+        codes=codes,
         filled=filled,
     )
 
 
 def _poisoned(pages: mx.array, filled: np.ndarray) -> mx.array:
-    """A copy with NaN in every row that holds nothing; evaluated, so that it is its own memory."""
+    """A copy with NaN in every row that holds nothing; evaluated, so that it is its own memory.
+
+    Of words, whose scales are float32: the bits of NaN.
+    """
     mask = mx.array(filled.reshape(pages.shape[0], pages.shape[1], 1, 1))
-    poisoned = mx.where(mask, pages, mx.array(float("nan"), pages.dtype))
+    nothing = 2**32 - 1 if pages.dtype == mx.uint32 else float("nan")
+    poisoned = mx.where(mask, pages, mx.array(nothing, pages.dtype))
     mx.eval(poisoned)
     return poisoned
 
@@ -148,5 +163,7 @@ def _apart(got: mx.array, wanted: mx.array) -> float:
 
 def _same(one: mx.array, other: mx.array) -> bool:
     """Bit by bit, but that any NaN is any NaN."""
+    if one.dtype == mx.uint32:
+        return np.array_equal(np.array(one), np.array(other))
     a, b = (np.array(array.astype(mx.float32)) for array in (one, other))
     return np.array_equal(a, b, equal_nan=True)

@@ -28,14 +28,17 @@ from .paged_plan import RowsPlan
 from .pages import PageStep
 from .products import Products
 
+CODED_BITS = 8
+"""Of quantised rows that there are kernels for."""
+
 
 def choose(model: Any, layout: Layout, block_size: int) -> tuple[Dialect | None, str]:
     """The dialect to use, or None and why not; no reason where nobody would expect one."""
     dialect = of_device()
     if dialect is None or not layout.way.packed:
         return None, ""
-    if any(it.codes for it in layout.shapes):
-        return None, "no kernel reads quantised rows through block tables"
+    if any(code.bits != CODED_BITS for it in layout.shapes for code in it.codes or ()):
+        return None, f"kernels read rows of {CODED_BITS} bits through block tables, and no others"
     return suited(model, layout, block_size, dialect)
 
 
@@ -44,8 +47,11 @@ def suited(
 ) -> tuple[Dialect | None, str]:
     """`dialect` where it serves every layer right, else None and why not."""
     for number, it in enumerate(layout.shapes):
-        if not takes(it.dtype, it.key_dim, it.value_dim):
-            heads = f"heads of {it.key_dim} and {it.value_dim} in {it.dtype}"
+        dtype, dims = it.dtype, (it.key_dim, it.value_dim)
+        if it.codes is not None:
+            dtype, dims = it.codes[0].dtype, (it.codes[0].dim, it.codes[1].dim)
+        if not takes(dtype, *dims):
+            heads = f"heads of {dims[0]} and {dims[1]} in {dtype}"
             return None, f"layer {number} has {heads}, which no kernel reads through block tables"
     groups = layout.groups(1)
     try:
@@ -83,6 +89,7 @@ def _feed_one_row(forward: Forward, layout: Layout, block_size: int) -> None:
     pages = PageStep(
         [mx.zeros((1, block_size, it.kv_heads, it.key_dim), it.dtype) for it in layout.shapes],
         [mx.zeros((1, block_size, it.kv_heads, it.value_dim), it.dtype) for it in layout.shapes],
+        tuple(it.codes for it in layout.shapes),
     )
     forward.hidden(forward.context(metadata), pages)
 

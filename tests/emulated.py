@@ -19,6 +19,7 @@ import mlx.core as mx
 import numpy as np
 
 from kernel import attention_cuda, attention_metal, drawing, products
+from kernel.attention_cuda import decode_body
 from kernel.drawing import Sampler
 from kernel.fastmath import LOG2E
 from kernel.paged_attention import Layer, Shape
@@ -75,6 +76,12 @@ def _entry(name: str, parameters: list[str], body: str) -> str:
     )
 
 
+def _pointer(shape: Shape, name: str, kind: str = "") -> str:
+    """An input's type; kind: what a dialect calls the layer's numbers, CUDA's words if empty."""
+    found = attention_cuda.kind_of(shape, name)
+    return f"const {kind if kind and found == attention_cuda.TYPES[shape.dtype] else found}*"
+
+
 def _memory(array: mx.array) -> np.ndarray:
     """An evaluated array's own bytes."""
     view = array.view(mx.uint16) if array.dtype in (mx.bfloat16, mx.float16) else array
@@ -106,7 +113,7 @@ def _call(
 
 def _poisoned(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
     """What an output is before anything is written to it."""
-    array = mx.full(shape, float("nan"), dtype)
+    array = mx.full(shape, 0 if dtype == mx.uint32 else float("nan"), dtype)
     mx.eval(array)
     return array
 
@@ -213,15 +220,15 @@ class EmulatedCuda:
 
     def _compiled(self, shape: Shape) -> ctypes.CDLL:
         kind = attention_cuda.TYPES[shape.dtype]
-        names = {"plan": "const int*", "sinks": "const void*", "counters": "unsigned*"}
-        decode = [f"{names.get(n, f'const {kind}*')} {n}" for n in attention_cuda.DECODE_INPUTS]
+        names = {"sinks": "const void*", "counters": "unsigned*"}
+        decode = [f"{names.get(n, _pointer(shape, n))} {n}" for n in attention_cuda.DECODE_INPUTS]
         decode += [f"{kind}* out", "float* parts", "float* tops"]
-        fetch = [f"{names.get(n, f'const {kind}*')} {n}" for n in attention_cuda.FETCH_INPUTS]
+        fetch = [f"{_pointer(shape, n)} {n}" for n in attention_cuda.FETCH_INPUTS]
         fetch += [f"{kind}* out_keys", f"{kind}* out_values"]
         return _library(
             '#include "cuda.h"\n'
             + _text(attention_cuda.HEADERS, self._changes)
-            + _entry("run_decode", decode, attention_cuda.decode_body(shape))
+            + ("" if shape.dtype == mx.uint32 else _entry("run_decode", decode, decode_body(shape)))
             + _entry("run_fetch", fetch, attention_cuda.fetch_body(shape))
         )
 
@@ -249,9 +256,9 @@ class EmulatedCuda:
         self.calls += 1
         keys = _poisoned((shape.kv_heads, rows, shape.key_dim), shape.dtype)
         values = _poisoned((shape.kv_heads, rows, shape.value_dim), shape.dtype)
-        fours = rows * shape.kv_heads * (shape.key_dim + shape.value_dim) // 4
+        threads = rows * shape.kv_heads * shape.row_parts
         arrays = [plan, layer.key_pages, layer.value_pages, layer.keys, layer.values, keys, values]
-        _call(self._compiled(shape).run_fetch, (-(-fours // 64), 1, 64), arrays)
+        _call(self._compiled(shape).run_fetch, (-(-threads // 64), 1, 64), arrays)
         return keys, values
 
     def reset(self) -> None:
@@ -272,8 +279,7 @@ class EmulatedMetal:
 
     def _compiled(self, shape: Shape) -> ctypes.CDLL:
         kind = attention_metal.TYPES[shape.dtype]
-        names = {"plan": "const int*", "sinks": "const float*"}
-        parts = [f"{names.get(n, f'const {kind}*')} {n}" for n in attention_metal.PARTS_INPUTS]
+        parts = [f"{_pointer(shape, n, kind)} {n}" for n in attention_metal.PARTS_INPUTS]
         merge = ["const int* plan", "const float* parts", "const float* tops", "const float* sinks"]
         return _library(
             '#include "metal.h"\n'

@@ -44,9 +44,10 @@ def shape(
     heads: tuple[int, int],
     dims: tuple[int, int],
     sinks: bool = False,
+    group: int = 0,
 ) -> Shape:
     """heads: of K and V, and how many query heads share one; dims: of a key and a value."""
-    return Shape(dtype, block_size, *heads, *dims, scale=dims[0] ** -0.5, sinks=sinks)
+    return Shape(dtype, block_size, *heads, *dims, dims[0] ** -0.5, sinks, group)
 
 
 SHAPES = {
@@ -57,10 +58,15 @@ SHAPES = {
     "bf16, unshared, wide": shape(mx.bfloat16, 16, (2, 1), (256, 256)),
     "bf16, narrower values": shape(mx.bfloat16, 16, (1, 4), (96, 64)),
     "f32, 5 heads share, sinks": shape(mx.float32, 16, (1, 5), (80, 80), sinks=True),
+    "8 bits of bf16, 4 heads share": shape(mx.bfloat16, 16, (2, 4), (128, 128), group=64),
+    "8 bits of f32, sinks, odd widths": shape(
+        mx.float32, 8, (1, 5), (96, 64), sinks=True, group=32
+    ),
     "f32, blocks of 4": shape(mx.float32, 4, (2, 2), (64, 64)),
 }
 PLAIN = SHAPES["f32, blocks of 4"]
 TENSOR = SHAPES["bf16, 4 heads share"]
+CODED = SHAPES["8 bits of f32, sinks, odd widths"]
 
 
 @pytest.fixture(autouse=True)
@@ -126,6 +132,16 @@ BROKEN: dict[str, tuple[Shape, Change, str]] = {
         TENSOR,
         ("int block = table[position / BLOCK];", "int block = table[position / BLOCK + 1];"),
         "attention differs",
+    ),
+    "words are read without their bias": (
+        CODED,
+        ("* step + least;", "* step;"),
+        "attention differs",
+    ),
+    "a prompt's words are not written": (
+        CODED,
+        ("if (position >= start) page[unit] = row[unit];", ""),
+        "the pages do not hold",
     ),
     "the kernel does not compile": (TENSOR, ("#define TILE 16", "#define TILE 16;"), "g++"),
 }

@@ -48,6 +48,30 @@ FN Item item_at(GLOBAL const int* plan, int number) {
 
 template <typename T> struct alignas(4 * sizeof(T)) Four { T at[4]; };
 
+// What a head's row is in memory: numbers, or words of 8-bit numbers q, each GROUP of which stand for
+// scale * q + bias: the numbers of a row, then its scales, then its biases (quantised.py). width: in
+// units; four: the numbers from 4 * `at` on.
+template <typename T> struct PlainRow {
+  typedef T Unit;
+  enum { PLAIN = 1 };
+  FN static constexpr int width(int dim) { return dim; }
+  FN static void four(GLOBAL const T* row, int at, int dim, LOCAL float* into) {
+    Four<T> loaded = *(GLOBAL const Four<T>*)(row + at * 4);
+    for (int i = 0; i < 4; ++i) into[i] = float(loaded.at[i]);
+  }
+};
+template <int GROUP_OF> struct CodedRow {
+  typedef unsigned Unit;
+  enum { PLAIN = 0 };
+  FN static constexpr int width(int dim) { return dim / 4 + dim / GROUP_OF * 2; }
+  FN static void four(GLOBAL const unsigned* row, int at, int dim, LOCAL float* into) {
+    unsigned word = row[at];
+    GLOBAL const unsigned* scale = row + dim / 4 + at * 4 / GROUP_OF;
+    float step = float_of(scale[0]), least = float_of(scale[dim / GROUP_OF]);
+    for (int i = 0; i < 4; ++i) into[i] = float(word >> 8 * i & 255u) * step + least;
+  }
+};
+
 // The rows of one K/V head that one query row may see. BLOCK: rows of a page's block. Strides are
 // in elements.
 template <typename T, int BLOCK> struct Rows {
@@ -100,7 +124,8 @@ template <typename T, int BLOCK> struct Rows {
 
 // One warp in plain float32: LANES lanes share a key, each with every LANES-th four of its numbers,
 // 32 / LANES keys at a time, each such part of the warp with a softmax of its own.
-template <typename T, int BLOCK, int KEY, int VALUE, int HEADS> struct PlainWarp {
+template <typename T, typename R, int BLOCK, int KEY, int VALUE, int HEADS> struct PlainWarp {
+  typedef Rows<typename R::Unit, BLOCK> Seen;
   enum {
     LANES = KEY > 128 || VALUE > 128 ? 16 : 8,
     KEYS = 32 / LANES,
@@ -110,10 +135,10 @@ template <typename T, int BLOCK, int KEY, int VALUE, int HEADS> struct PlainWarp
   float query[HEADS][KEY_FOURS * 4], mix[HEADS][VALUE_FOURS * 4], peak[HEADS], total[HEADS];
   int lane, part, key_of;
 
-  FN void load(GLOBAL const T* row, int four, int width, LOCAL float* into) const {
-    if (four * 4 < width) {
-      Four<T> loaded = *(GLOBAL const Four<T>*)(row + four * 4);
-      for (int i = 0; i < 4; ++i) into[i] = float(loaded.at[i]);
+  template <typename Kind>
+  FN void load(GLOBAL const typename Kind::Unit* row, int four, int dim, LOCAL float* into) const {
+    if (four * 4 < dim) {
+      Kind::four(row, four, dim, into);
     } else {
       for (int i = 0; i < 4; ++i) into[i] = 0.0f;
     }
@@ -124,22 +149,24 @@ template <typename T, int BLOCK, int KEY, int VALUE, int HEADS> struct PlainWarp
       peak[h] = NEVER; total[h] = 0.0f;
       for (int i = 0; i < VALUE_FOURS * 4; ++i) mix[h][i] = 0.0f;
       for (int j = 0; j < KEY_FOURS; ++j)
-        load(queries + (h < heads ? h : 0) * KEY, part + j * LANES, KEY, query[h] + j * 4);
+        load<PlainRow<T>>(queries + (h < heads ? h : 0) * KEY, part + j * LANES, KEY,
+                          query[h] + j * 4);
     }
   }
-  FN void load_keys(LOCAL const Rows<T, BLOCK>&, int, int) {}
-  FN void load_values(LOCAL const Rows<T, BLOCK>&, int, int) {}
+  FN void load_keys(LOCAL const Seen&, int, int) {}
+  FN void load_values(LOCAL const Seen&, int, int) {}
   FN void score() {}
-  FN void weigh(LOCAL const Rows<T, BLOCK>& rows, int tile, float scale) {
+  FN void weigh(LOCAL const Seen& rows, int tile, float scale) {
     int first = rows.first_of(tile);
     for (int at = key_of; at < TILE; at += KEYS) one_key(rows, first + at, scale);
   }
-  FN void one_key(LOCAL const Rows<T, BLOCK>& rows, int position, float scale) {
-    GLOBAL const T* key_row = rows.key(position);
-    GLOBAL const T* value_row = rows.value(position);
+  FN void one_key(LOCAL const Seen& rows, int position, float scale) {
+    GLOBAL const typename R::Unit* key_row = rows.key(position);
+    GLOBAL const typename R::Unit* value_row = rows.value(position);
     float key[KEY_FOURS * 4], value[VALUE_FOURS * 4];
-    for (int j = 0; j < KEY_FOURS; ++j) load(key_row, part + j * LANES, KEY, key + j * 4);
-    for (int j = 0; j < VALUE_FOURS; ++j) load(value_row, part + j * LANES, VALUE, value + j * 4);
+    for (int j = 0; j < KEY_FOURS; ++j) load<R>(key_row, part + j * LANES, KEY, key + j * 4);
+    for (int j = 0; j < VALUE_FOURS; ++j)
+      load<R>(value_row, part + j * LANES, VALUE, value + j * 4);
     for (int h = 0; h < HEADS; ++h) {
       float x = 0.0f;
       for (int i = 0; i < KEY_FOURS * 4; ++i) x += query[h][i] * key[i];
@@ -173,8 +200,8 @@ template <typename T, int BLOCK, int KEY, int VALUE, int HEADS> struct PlainWarp
 };
 
 // A warp's share of an item: the next tile's keys and values are on their way while one is mixed.
-template <typename Warp, typename T, int BLOCK>
-FN void walk(LOCAL Warp& warp, LOCAL const Rows<T, BLOCK>& rows, int tile, int end, int warps,
+template <typename Warp, typename Unit, int BLOCK>
+FN void walk(LOCAL Warp& warp, LOCAL const Rows<Unit, BLOCK>& rows, int tile, int end, int warps,
              float scale) {
   if (tile >= end) return;
   int base = rows.base(tile);
@@ -207,6 +234,10 @@ FN float kept_beside_sink(LOCAL float& total, float peak, float sink) {
 template <typename T, int WIDTH>
 FN void write_row(GLOBAL T* pages, GLOBAL const T* rows, long to, long from, int worker,
                   int workers) {
+  if (WIDTH % 4) {
+    for (int i = worker; i < WIDTH; i += workers) pages[to * WIDTH + i] = rows[from * WIDTH + i];
+    return;
+  }
   GLOBAL Four<T>* into = (GLOBAL Four<T>*)(pages + to * WIDTH);
   GLOBAL const Four<T>* row = (GLOBAL const Four<T>*)(rows + from * WIDTH);
   for (int i = worker; i < WIDTH / 4; i += workers) into[i] = row[i];
@@ -260,24 +291,29 @@ FN void merge_splits(GLOBAL const float* parts, GLOBAL const float* tops, GLOBAL
 // A whole item but for the merging of splits. queries: [T, KV * SHARED, KEY]; pages: [blocks,
 // BLOCK, KV, dim]; keys, values: the step's rows [T, KV, dim]; sinks: [KV * SHARED], in powers of
 // two; out: [T, KV * SHARED, VALUE]. column: K/V head, and which HEADS of the heads that share it.
-template <typename Warp, typename T, int BLOCK, int KEY, int VALUE, int KV, int SHARED, int HEADS,
-          int WARPS, bool SINKS>
+template <typename Warp, typename T, typename R, int BLOCK, int KEY, int VALUE, int KV, int SHARED,
+          int HEADS, int WARPS, bool SINKS>
 FN void attend_item(LOCAL const Item& item, int number, int column, GLOBAL const int* plan,
-                    GLOBAL const T* queries, GLOBAL const T* key_pages, GLOBAL const T* value_pages,
-                    GLOBAL const T* keys, GLOBAL const T* values, GLOBAL const float* sinks,
-                    GLOBAL T* out, GLOBAL float* parts, GLOBAL float* tops, float scale,
+                    GLOBAL const T* queries, GLOBAL const typename R::Unit* key_pages,
+                    GLOBAL const typename R::Unit* value_pages,
+                    GLOBAL const typename R::Unit* keys, GLOBAL const typename R::Unit* values,
+                    GLOBAL const float* sinks, GLOBAL T* out, GLOBAL float* parts, GLOBAL float* tops, float scale,
                     GROUP float* mixes, GROUP float* peaks, GROUP float* totals, int worker) {
-  enum { COLUMNS = (SHARED + HEADS - 1) / HEADS };
+  enum {
+    COLUMNS = (SHARED + HEADS - 1) / HEADS,
+    KEY_UNITS = R::width(KEY),
+    VALUE_UNITS = R::width(VALUE)
+  };
   int kv_head = column / COLUMNS, from_head = column % COLUMNS * HEADS;
   int heads = SHARED - from_head < HEADS ? SHARED - from_head : HEADS;
   int lane = worker % 32, warp_number = worker / 32;
   long row = item.fresh + item.until - 1;
   long head_row = row * (KV * SHARED) + kv_head * SHARED + from_head;
-  Rows<T, BLOCK> rows;
+  Rows<typename R::Unit, BLOCK> rows;
   rows.open(item, plan);
-  rows.key_pages = key_pages + kv_head * KEY; rows.key_stride = KV * KEY;
-  rows.value_pages = value_pages + kv_head * VALUE; rows.value_stride = KV * VALUE;
-  rows.fresh_keys = keys + kv_head * KEY; rows.fresh_values = values + kv_head * VALUE;
+  rows.key_pages = key_pages + kv_head * KEY_UNITS; rows.key_stride = KV * KEY_UNITS;
+  rows.value_pages = value_pages + kv_head * VALUE_UNITS; rows.value_stride = KV * VALUE_UNITS;
+  rows.fresh_keys = keys + kv_head * KEY_UNITS; rows.fresh_values = values + kv_head * VALUE_UNITS;
   Warp warp;
   warp.begin(queries + head_row * KEY, heads, lane);
   walk(warp, rows, item.begin + warp_number, item.end, WARPS, scale);
@@ -343,4 +379,31 @@ FN void fetch_piece(long number, GLOBAL const int* plan, GLOBAL T* key_pages, GL
   Four<T> loaded = position < start ? *page : *row;
   if (position >= start) *page = loaded;
   *((GLOBAL Four<T>*)((is_key ? out_keys : out_values) + to) + four) = loaded;
+}
+
+// The same, of rows of words: a thread a word, which it may have to make numbers of.
+template <typename T, typename R, int BLOCK, int KEY, int VALUE, int KV>
+FN void fetch_coded(long number, GLOBAL const int* plan, GLOBAL unsigned* key_pages,
+                    GLOBAL unsigned* value_pages, GLOBAL const unsigned* keys,
+                    GLOBAL const unsigned* values, GLOBAL T* out_keys, GLOBAL T* out_values) {
+  enum { KEY_UNITS = R::width(KEY), VALUE_UNITS = R::width(VALUE), UNITS = KEY_UNITS + VALUE_UNITS };
+  int count = plan[0], sink = plan[1], low = plan[2], start = plan[3], fresh = plan[4];
+  if (number >= (long)count * KV * UNITS) return;
+  int unit = int(number % UNITS), head = int(number / UNITS % KV), at = int(number / UNITS / KV);
+  int position = at < sink ? at : at - sink + low;
+  bool is_key = unit < KEY_UNITS;
+  int width = is_key ? KEY_UNITS : VALUE_UNITS, dim = is_key ? KEY : VALUE;
+  unit = is_key ? unit : unit - KEY_UNITS;
+  long inside = ((long)plan[FETCH_INTS + position / BLOCK] * BLOCK + position % BLOCK) * KV + head;
+  GLOBAL unsigned* page = (is_key ? key_pages : value_pages) + inside * width;
+  long from = ((long)(fresh + position) * KV + head) * width;
+  GLOBAL const unsigned* row = (is_key ? keys : values) + from;
+  if (position >= start) page[unit] = row[unit];
+  if (unit * 4 >= dim) return;
+  float numbers[4];
+  Four<T> made;
+  R::four(position < start ? page : row, unit, dim, numbers);
+  for (int i = 0; i < 4; ++i) made.at[i] = narrow<T>(numbers[i]);
+  long to = ((long)head * count + at) * dim + unit * 4;
+  *(GLOBAL Four<T>*)((is_key ? out_keys : out_values) + to) = made;
 }

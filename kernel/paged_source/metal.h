@@ -7,6 +7,7 @@
 #define LOCAL thread
 FN void barrier() { threadgroup_barrier(metal::mem_flags::mem_threadgroup); }
 FN float shuffle_xor(float x, int reach) { return metal::simd_shuffle_xor(x, ushort(reach)); }
+FN float float_of(unsigned x) { return as_type<float>(x); }
 FN float power2(float x) { return metal::exp2(x); }
 FN float larger(float a, float b) { return metal::max(a, b); }
 template <typename T> FN T narrow(float x) { return T(x); }

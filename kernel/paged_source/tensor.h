@@ -138,38 +138,42 @@ template <typename T, int BLOCK, int KEY, int VALUE, int HEADS> struct TensorWar
   }
 };
 
-// 16-bit pages go to tensor cores, others to plain arithmetic.
-template <typename T, int BLOCK, int KEY, int VALUE, int HEADS,
-          bool TENSOR = sizeof(T) == 2 && KEY % 8 == 0 && VALUE % 8 == 0>
-struct WarpOf { typedef PlainWarp<T, BLOCK, KEY, VALUE, HEADS> type; };
-template <typename T, int BLOCK, int KEY, int VALUE, int HEADS>
-struct WarpOf<T, BLOCK, KEY, VALUE, HEADS, true> {
+// Pages of 16-bit numbers go to tensor cores, others to plain arithmetic.
+template <typename T, typename R, int BLOCK, int KEY, int VALUE, int HEADS,
+          bool TENSOR = R::PLAIN && sizeof(T) == 2 && KEY % 8 == 0 && VALUE % 8 == 0>
+struct WarpOf { typedef PlainWarp<T, R, BLOCK, KEY, VALUE, HEADS> type; };
+template <typename T, typename R, int BLOCK, int KEY, int VALUE, int HEADS>
+struct WarpOf<T, R, BLOCK, KEY, VALUE, HEADS, true> {
   typedef TensorWarp<T, BLOCK, KEY, VALUE, HEADS> type;
 };
 
 // Grid: x = K/V heads times columns of heads, y = items; items without splits fill a plan up. Pages
 // are written in place, each row by the block that has its last item. The last block of a row's
 // items merges them, and sets their counter back to 0.
-template <typename T, int BLOCK, int KEY, int VALUE, int KV, int SHARED, int HEADS, int WARPS,
-          bool SINKS>
-FN void decode(const int* plan, const T* queries, const T* key_pages, const T* value_pages,
-               const T* keys, const T* values, const float* sinks, unsigned* counters, T* out,
+template <typename T, typename R, int BLOCK, int KEY, int VALUE, int KV, int SHARED, int HEADS,
+          int WARPS, bool SINKS>
+FN void decode(const int* plan, const T* queries, const typename R::Unit* key_pages,
+               const typename R::Unit* value_pages, const typename R::Unit* keys,
+               const typename R::Unit* values, const float* sinks, unsigned* counters, T* out,
                float* parts, float* tops, float scale) {
+  typedef typename R::Unit Unit;
   enum { COLUMNS = (SHARED + HEADS - 1) / HEADS };
   alignas(16) __shared__ float mixes[WARPS * HEADS * VALUE];
   __shared__ float peaks[WARPS * HEADS], totals[WARPS * HEADS];
   __shared__ bool last;
-  typedef typename WarpOf<T, BLOCK, KEY, VALUE, HEADS>::type Warp;
+  typedef typename WarpOf<T, R, BLOCK, KEY, VALUE, HEADS>::type Warp;
   int worker = threadIdx.x, column = blockIdx.x, number = blockIdx.y;
   Item item = item_at(plan, number);
   if (item.splits == 0) return;
   if (item.slot >= 0 && column % COLUMNS == 0) {
     int head = column / COLUMNS;
     long to = (long)item.slot * KV + head, from = (long)(item.fresh + item.until - 1) * KV + head;
-    write_row<T, KEY>(const_cast<T*>(key_pages), keys, to, from, worker, WARPS * 32);
-    write_row<T, VALUE>(const_cast<T*>(value_pages), values, to, from, worker, WARPS * 32);
+    write_row<Unit, R::width(KEY)>(const_cast<Unit*>(key_pages), keys, to, from, worker,
+                                   WARPS * 32);
+    write_row<Unit, R::width(VALUE)>(const_cast<Unit*>(value_pages), values, to, from, worker,
+                                     WARPS * 32);
   }
-  attend_item<Warp, T, BLOCK, KEY, VALUE, KV, SHARED, HEADS, WARPS, SINKS>(
+  attend_item<Warp, T, R, BLOCK, KEY, VALUE, KV, SHARED, HEADS, WARPS, SINKS>(
       item, number, column, plan, queries, key_pages, value_pages, keys, values, sinks, out, parts,
       tops, scale, mixes, peaks, totals, worker);
   if (item.splits == 1) return;
@@ -193,4 +197,12 @@ FN void fetch(const int* plan, const T* key_pages, const T* value_pages, const T
   fetch_piece<T, BLOCK, KEY, VALUE, KV>(
       (long)blockIdx.x * blockDim.x + threadIdx.x, plan, const_cast<T*>(key_pages),
       const_cast<T*>(value_pages), keys, values, out_keys, out_values);
+}
+
+template <typename T, typename R, int BLOCK, int KEY, int VALUE, int KV>
+FN void fetch_words(const int* plan, const unsigned* key_pages, const unsigned* value_pages,
+                    const unsigned* keys, const unsigned* values, T* out_keys, T* out_values) {
+  fetch_coded<T, R, BLOCK, KEY, VALUE, KV>(
+      (long)blockIdx.x * blockDim.x + threadIdx.x, plan, const_cast<unsigned*>(key_pages),
+      const_cast<unsigned*>(value_pages), keys, values, out_keys, out_values);
 }

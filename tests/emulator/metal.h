@@ -11,6 +11,11 @@ typedef unsigned short ushort;
 #define thread_position_in_threadgroup threadIdx
 #define threadgroup_position_in_grid blockIdx
 #define threads_per_threadgroup blockDim
+template <typename To, typename From> inline To as_type(From from) {
+  To to;
+  std::memcpy(&to, &from, sizeof to);
+  return to;
+}
 namespace metal {
 enum class mem_flags { mem_threadgroup };
 inline float simd_shuffle_xor(float x, ushort reach) { return emulator::shuffle_xor(x, reach); }
