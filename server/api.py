@@ -180,17 +180,22 @@ class Engine:
         """`chat_stream`, for asyncio."""
         return self._apieces(self._conversation(messages, parameters))
 
-    def score(self, context: str, continuations: Sequence[str]) -> list[Score]:
+    def score(
+        self, context: str, continuations: Sequence[str], model: str | None = None
+    ) -> list[Score]:
         """Log-likelihood of each continuation of a context that is not empty. Raises ApiError.
 
         A continuation's tokens are those that context and continuation have together beyond the
-        context's own; spaces at the context's end count as the continuation's.
+        context's own; spaces at the context's end count as the continuation's. model: an adapter's
+        name, if one is to be used.
         """
-        return self._do(self._scores(context, continuations))
+        return self._do(self._scores(context, continuations, model))
 
-    async def ascore(self, context: str, continuations: Sequence[str]) -> list[Score]:
+    async def ascore(
+        self, context: str, continuations: Sequence[str], model: str | None = None
+    ) -> list[Score]:
         """`score`, for asyncio."""
-        return await self._wait(self._scores(context, continuations))
+        return await self._wait(self._scores(context, continuations, model))
 
     def _completion(self, prompt: Prompt, parameters: dict[str, Any]) -> Ask:
         _check_names(CompletionRequest, parameters)
@@ -215,18 +220,20 @@ class Engine:
             self._desk.leave(answers)
         return found[0] if len(found) == 1 else found
 
-    async def _scores(self, context: str, continuations: Sequence[str]) -> list[Score]:
-        asks = [self._scoring(context, text) for text in continuations]
+    async def _scores(
+        self, context: str, continuations: Sequence[str], model: str | None
+    ) -> list[Score]:
+        asks = [self._scoring(context, text, model) for text in continuations]
         return list(await asyncio.gather(*map(self._score, asks)))
 
-    def _scoring(self, context: str, continuation: str) -> Ask:
+    def _scoring(self, context: str, continuation: str, model: str | None) -> Ask:
         kept = context.rstrip(" ")
         before = self._tokenizer.encode(kept)
         tokens = self._tokenizer.encode(context + continuation)
         if not before or len(tokens) <= len(before):
             raise ApiError("Neither the context nor a continuation may be empty.", param="context")
         parameters = Parameters(max_tokens=0, logprobs=1, score_from=len(before))
-        return Ask((tuple(tokens),), parameters, self._name(), prompt_param="context")
+        return Ask((tuple(tokens),), parameters, self._name(), prompt_param="context", model=model)
 
     async def _score(self, ask: Ask) -> Score:
         (answer,) = answers = self._desk.admit(ask)

@@ -21,6 +21,7 @@ from kernel.errors import KernelError
 from kernel.tokenizer import Tokenizer
 
 from . import families_command, terminal
+from .adapters import named_path
 from .api import Engine, RunningEngine
 from .capture import CaptureError
 from .http.app import create_app
@@ -38,7 +39,7 @@ EXPECTED = (KernelError, CaptureError, ListenError, CommandFailed, EngineStopped
 SERVING_ONLY = (
     *("host", "port", "max_waiting", "max_body_bytes", "max_header_bytes", "body_timeout_s"),
     *("request_timeout_s", "keep_alive_s", "grace_s", "api_key", "api_key_file", "public_metrics"),
-    *("cors_origins", "tls_cert", "tls_key", "adapter", "adapter_loading"),
+    *("cors_origins", "tls_cert", "tls_key", "adapter_loading"),
 )
 """Settings that mean nothing where nothing is served."""
 
@@ -116,12 +117,15 @@ def _in_process(command: str, settings: Settings, build: Build, own: dict[str, A
     if command in ("generate", "chat"):
         check_chat(ChatRequest(messages=[Message("user", "")], **asked))
     with Engine(*build(settings, _tell), settings) as engine:
+        if settings.adapter:  # of several the first
+            asked["model"], _ = named_path(settings.adapter[0])
         if command == "generate":
             terminal.generate(engine, own["prompt"], asked)
         elif command == "chat":
             terminal.chat(engine, own.get("system"), asked)
         elif command == "score":
-            terminal.score(engine, own["prompt"], own["continuations"], own.get("json", False))
+            as_json = own.get("json", False)
+            terminal.score(engine, own["prompt"], own["continuations"], as_json, **asked)
         else:
             as_json = own.pop("json", False)
             terminal.print_bench(terminal.bench(engine, **_BENCH | own | asked), as_json)

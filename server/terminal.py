@@ -104,10 +104,12 @@ class ScoreReport(Struct):
     tokens: int
 
 
-def score(engine: Engine, prompt: str, continuations: list[str], as_json: bool) -> None:
+def score(
+    engine: Engine, prompt: str, continuations: list[str], as_json: bool, model: str | None = None
+) -> None:
     """Print each continuation's log-likelihood after a text. Raises CommandFailed."""
     try:
-        scores = engine.score(prompt, continuations)
+        scores = engine.score(prompt, continuations, model)
     except ApiError as error:
         raise CommandFailed(str(error)) from None
     reports = [_report(*pair) for pair in zip(continuations, scores, strict=True)]
@@ -147,30 +149,41 @@ class _Timed(Struct):
 
 
 def bench(
-    engine: Engine, *, requests: int, concurrency: int, prompt_tokens: int, max_tokens: int
+    engine: Engine,
+    *,
+    requests: int,
+    concurrency: int,
+    prompt_tokens: int,
+    max_tokens: int,
+    model: str | None = None,
 ) -> BenchReport:
     """Answer `requests` random prompts, `concurrency` at a time, each to its last token.
 
     No two prompts share a block, so nothing is found in the prefix cache. Raises CommandFailed.
     """
     try:
-        return asyncio.run(_bench(engine, requests, concurrency, prompt_tokens, max_tokens))
+        return asyncio.run(_bench(engine, requests, concurrency, prompt_tokens, max_tokens, model))
     except ApiError as error:
         raise CommandFailed(str(error)) from None
 
 
 async def _bench(
-    engine: Engine, requests: int, concurrency: int, prompt_tokens: int, max_tokens: int
+    engine: Engine,
+    requests: int,
+    concurrency: int,
+    prompt_tokens: int,
+    max_tokens: int,
+    model: str | None,
 ) -> BenchReport:
     drawn = random.Random(0)
+    asked = {"max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "model": model}
     prompts = iter([_prompt(engine, drawn, prompt_tokens) for _ in range(requests)])
     timed: list[_Timed] = []
 
     async def client() -> None:
         for prompt in prompts:
             it = _Timed(time.perf_counter(), [])
-            pieces = engine.astream(prompt, max_tokens=max_tokens, temperature=0, ignore_eos=True)
-            async for _ in pieces:
+            async for _ in engine.astream(prompt, **asked):
                 it.pieces.append(time.perf_counter())
             it.pieces.append(time.perf_counter())
             timed.append(it)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from server.adapters import named_path
 from server.cli import main
 from server.settings import Settings
 from server.submission import Submission
@@ -91,6 +92,27 @@ def test_bench_asks_for_the_load_that_it_reports(
     assert [(len(it.tokens), it.parameters.max_tokens) for it in asked] == [(7, 3)] * 5
     assert {it.parameters.end_tokens for it in asked} == {()}
     assert report["output_tokens_per_second"] == pytest.approx(15 / report["seconds"])
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["generate", "-p", "Hi"],
+        ["score", "-p", "a cat", " sat"],
+        ["bench", "--requests", "1", "--prompt-tokens", "7", "--max-tokens", "3"],
+    ],
+)
+def test_the_first_adapter_that_is_given_answers(
+    build: Any, asked: list[Submission], command: list[str]
+) -> None:
+    def with_adapters(settings: Settings, progress: Callable[[str], None]) -> Any:
+        engine, tokenizer = build(settings, progress)
+        for text in settings.adapter:
+            engine.load_adapter(*named_path(text))
+        return engine, tokenizer
+
+    assert main([*command, "--adapter", "b=B", "--adapter", "a=A"], with_adapters) == 0
+    assert [it.namespace.adapter for it in asked] == ["b"]
 
 
 def test_a_count_below_one_is_refused(build: Any, capsys: pytest.CaptureFixture[str]) -> None:
