@@ -15,10 +15,10 @@ from server.draft_model import (
     begin_draft,
     close_draft,
     fail_draft,
-    plan_draft,
     settle_draft,
     void_draft,
 )
+from server.draft_round import plan_draft
 from server.failing import CLOSE, VOID
 from server.failing import PLAN as PLAN_STAGE
 from server.policy import Policy, check

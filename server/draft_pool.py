@@ -67,6 +67,12 @@ class DraftPool(Struct, frozen=True):
         return self.failures < FAILURES_MAX
 
 
+def pool_in(pool: DraftPool | None) -> DraftPool:
+    """The view's, which must have one."""
+    assert pool is not None, "there is no draft model"
+    return pool
+
+
 def pool_of(model: DraftModel) -> DraftPool:
     """An empty pool. Raises ValueError where the geometry makes no sense."""
     return DraftPool(new_state(model.geometry), model.vocab_size)

@@ -23,11 +23,11 @@ from .draft_model import (
     close_draft,
     draft_batch,
     fail_draft,
-    plan_draft,
     settle_draft,
     void_draft,
 )
-from .draft_pool import DraftPool, DraftStep
+from .draft_pool import DraftStep, pool_in
+from .draft_round import plan_draft
 from .failing import EVAL, VOID
 from .flight import NOTHING
 from .live_guard import LiveGuard
@@ -121,7 +121,7 @@ class Drafting:
         events = close_draft(view, result.tokens)
         after = settle_draft(view, result.tokens, events)
         self._look(view, step, result)
-        sequences = _pool(after).state.sequences
+        sequences = pool_in(after.draft).state.sequences
         done = StepDone(
             step=step.step,
             observation=result.observation,
@@ -132,7 +132,7 @@ class Drafting:
             margins=result.margins,
             events=events,
             offsets=tuple([sequences[piece.seq].offset for piece in step.pieces]),
-            digest=_pool(after).state.digest,
+            digest=pool_in(after.draft).state.digest,
         )
         return after, done
 
@@ -152,18 +152,13 @@ class Drafting:
         expected = isinstance(error, BuildFailed | EvalFailed)
         log.error("draft step failed", step=steps[0].step, error=said, exc_info=not expected)
         view, events = fail_draft(view)
-        digest = _pool(view).state.digest
+        digest = pool_in(view.draft).state.digest
         records: list[Record] = [Drafted(StepFailed(steps[0].step, EVAL, said, (), events, digest))]
         why = "a step before it lost the pages"
         for step in steps[1:]:
             view = void_draft(view)
             records.append(Drafted(StepFailed(step.step, VOID, why, (), (), digest)))
         self._kernel.reset_pages()
-        if not _pool(view).guesses:
+        if not pool_in(view.draft).guesses:
             log.error("the draft model failed too often: nothing is guessed any more")
         return view, records
-
-
-def _pool(view: View) -> DraftPool:
-    assert view.draft is not None, "there is no draft model"
-    return view.draft

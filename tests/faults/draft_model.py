@@ -10,8 +10,9 @@ from msgspec import structs
 from kernel.batch import Batch
 from kernel.metadata import StepMetadata
 from statemachine import commands
-from statemachine.events import Event
+from statemachine.events import Event, Trimmed
 from statemachine.geometry import Geometry
+from statemachine.state import State
 
 from . import loads
 from .ahead import Counted
@@ -25,7 +26,7 @@ LOAD = evolve(loads.DRAFTS, name="a draft model", draft=3, draft_blocks=50)
 @FAULTS.add(
     "draft-cache-stays",
     "guesses that were not taken stay in the draft model's cache, and it goes on behind them",
-    "server.draft_model:_agree",
+    "server.draft_round:_agree",
     LOAD,
     "plan",
     "plan",
@@ -33,14 +34,10 @@ LOAD = evolve(loads.DRAFTS, name="a draft model", draft=3, draft_blocks=50)
     "of StepPlanned",
 )
 def cache_stays(original: Any, witness: Witness) -> Any:
-    def agree(making: Any, stream: Any, seq: int) -> None:
-        before = len(making.events)
-        state = making.state
-        original(making, stream, seq)
-        if making.state is not state:
+    def agree(state: State, stream: Any, seq: int) -> tuple[Event, ...]:
+        if original(state, stream, seq):
             witness.note(seq)
-            making.state = state
-            del making.events[before:]
+        return ()
 
     return agree
 
@@ -48,7 +45,7 @@ def cache_stays(original: Any, witness: Witness) -> Any:
 @FAULTS.add(
     "draft-cache-too-short",
     "one row more leaves the draft model's cache than guesses that were not taken",
-    "server.draft_model:_agree",
+    "server.draft_round:_agree",
     LOAD,
     "plan",
     "plan",
@@ -56,16 +53,13 @@ def cache_stays(original: Any, witness: Witness) -> Any:
     "Trimmed",
 )
 def cache_too_short(original: Any, witness: Witness) -> Any:
-    def agree(making: Any, stream: Any, seq: int) -> None:
-        before = len(making.events)
-        state = making.state
-        original(making, stream, seq)
-        if making.state is not state:
+    def agree(state: State, stream: Any, seq: int) -> tuple[Event, ...]:
+        trims: tuple[Event, ...] = original(state, stream, seq)
+        for event in trims:
+            assert isinstance(event, Trimmed)
             witness.note(seq)
-            rows = state.sequences[seq].committed - making.state.sequences[seq].committed
-            making.state = state
-            del making.events[before:]
-            making.do(commands.trim(state, seq, rows + 1))
+            return commands.trim(state, seq, event.rows + 1)
+        return trims
 
     return agree
 
@@ -123,7 +117,7 @@ def cache_rotated(original: Any, witness: Witness) -> Any:
 @FAULTS.add(
     "draft-published",
     "blocks of the draft model are published while guesses stand in them",
-    "server.draft_model:_agree",
+    "server.draft_round:_make_ready",
     LOAD,
     "plan",
     "plan",
@@ -131,16 +125,16 @@ def cache_rotated(original: Any, witness: Witness) -> Any:
     "of StepPlanned",
 )
 def published(original: Any, witness: Witness) -> Any:
-    def agree(making: Any, stream: Any, seq: int) -> None:
-        early = commands.publish(making.state, seq)
-        probe = len(making.events)
-        if early:
-            making.do(early)
-        original(making, stream, seq)
-        if early and len(making.events) > probe + len(early):
-            witness.note(seq)
+    def make_ready(making: Any, view: Any, wanted: Any) -> None:
+        for seq in wanted:
+            if seq in making.state.sequences:
+                making.do(commands.publish(making.state, seq))
+        early = len(making.events)
+        original(making, view, wanted)
+        if early and any(isinstance(event, Trimmed) for event in making.events[early:]):
+            witness.note(-1)
 
-    return agree
+    return make_ready
 
 
 @FAULTS.add(
