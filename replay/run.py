@@ -16,6 +16,7 @@ from attrs import define, evolve, field, frozen
 from statemachine.records import Header, Record, StepDone, StepFailed, StepPlanned
 
 from .divergence import CRASH, Diverged, Divergence
+from .drafted import of_draft
 from .errors import Unusable
 from .fold import EACH_STEP, Counts, Fold
 from .hints import with_hint
@@ -218,15 +219,20 @@ def _finish(checker: Checker | None, divergence: Divergence | None) -> Divergenc
 
 def _last_step(fold: Fold, tape: Tape, options: Options) -> None:
     """A tape that stops inside a step: its process died in it, or was killed."""
-    if not fold.pieces:
+    inner = fold.drafted
+    drafted = not fold.pieces and inner is not None and bool(inner.pieces)
+    flights = inner.pieces if inner is not None and drafted else fold.pieces
+    if not flights:
         return
-    step, pieces = next(iter(fold.pieces.items()))
+    step, pieces = next(iter(flights.items()))
     if options.strict:
         what = f"step {step} was issued and never answered: the tape ends there"
-        raise Diverged(Divergence(CRASH, step, what, "StepPlanned", neighbours=pieces.neighbours()))
+        found = Divergence(CRASH, step, what, "StepPlanned", neighbours=pieces.neighbours())
+        raise Diverged(of_draft(found, fold.newest_step + 1) if drafted else found)
     tape.notes.append(
-        f"the tape ends inside step {step}: it was issued, and its result was never written "
-        "(the process died or was killed then; --strict counts this as a crash)"
+        f"the tape ends inside step {step}{' of the draft model' if drafted else ''}: it was "
+        "issued, and its result was never written (the process died or was killed then; --strict "
+        "counts this as a crash)"
     )
 
 
@@ -245,7 +251,8 @@ def _add_notes(outcome: Outcome, fold: Fold, tape: Tape) -> None:
         )
     if not counts.steps and outcome.divergence is None:
         outcome.notes.append("no step was compared: what was looked at holds none")
-    if outcome.torn and not tape.torn and not fold.pieces:
+    inside = fold.pieces or (fold.drafted is not None and fold.drafted.pieces)
+    if outcome.torn and not tape.torn and not inside:
         outcome.notes.append(
             "the tape has no end: it was cut, or its process did not stop in order"
         )

@@ -616,3 +616,19 @@ def test_a_report_says_which_step_of_the_draft_model_it_is(tape: str, capsys: An
     Path(tape).write_bytes(tape_bytes(records))
     assert replay_command([tape]) == 1
     assert "step      3, before it step 4 of the draft model" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_tape_that_ends_inside_a_round_says_so(strict: bool, tape: str, capsys: Any) -> None:
+    records = a_run().capture.records
+    place = next(
+        n for n, it in enumerate(records)
+        if isinstance(it, Drafted) and isinstance(it.record, StepPlanned) and it.record.step == 5
+    )  # fmt: skip
+    Path(tape).write_bytes(tape_bytes(records[: place + 1]))
+    assert replay_command([tape, *(["--strict"] if strict else [])]) == (1 if strict else 3)
+    said = capsys.readouterr().out
+    if strict:
+        assert "in step 4 of the draft model: step 4 was issued and never answered" in said
+    else:
+        assert "the tape ends inside step 4 of the draft model" in said
