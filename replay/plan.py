@@ -18,6 +18,7 @@ from server.draft_model import (
     settle_draft,
     void_draft,
 )
+from server.draft_pool import DraftStep
 from server.draft_round import plan_draft
 from server.failing import CLOSE, VOID
 from server.failing import PLAN as PLAN_STAGE
@@ -170,7 +171,7 @@ class Planner:
         if view.draft is None:
             raise Unusable(NOT_NAMED)
         if isinstance(record, StepPlanned):
-            step = plan_draft(view, self._policy)
+            step = self._next_draft(view, record.step)
             if step.idle or step.step != record.step:
                 what = "no step of it is due" if step.idle else f"its next step is {step.step}"
                 raise Diverged(Divergence(PLAN, record.step, what, "StepPlanned"))
@@ -186,9 +187,17 @@ class Planner:
             return void_draft(view), ()
         return fail_draft(view)
 
+    def _next_draft(self, view: View, step: int) -> DraftStep:
+        """What the draft model is to do next."""
+        try:
+            return plan_draft(view, self._policy)
+        except Exception as error:
+            what = f"the scheduler raised {type(error).__name__} for the draft model: {error}"
+            raise Diverged(Divergence(PLAN, step, what, "StepPlanned")) from error
+
     def _planned(self, record: StepPlanned) -> None:
         view = self._known()
-        if view.draft is not None and not plan_draft(view, self._policy).idle:
+        if view.draft is not None and not self._next_draft(view, record.step).idle:
             what = "the draft model has a step due before it, which the tape has not"
             raise Diverged(Divergence(PLAN, record.step, what, "StepPlanned"))
         try:

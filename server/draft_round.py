@@ -48,6 +48,8 @@ def plan_draft(view: View, policy: Policy) -> DraftStep:
     for seq in sorted(pool.state.sequences):
         if seq not in view.requests:
             making.do(commands.close(making.state, seq, ENDED))
+    if view.flush:
+        making.do(commands.flush(making.state))
     wanted = _asking(view, policy) if pool.guesses and not view.alone else {}
     if wanted:
         _make_ready(making, view, wanted)

@@ -62,12 +62,17 @@ class Drafting:
         self._policy = policy
         self._guard = LiveGuard(parts.kernel.geometry, sanitize)
         self._divergences: list[str] = []
+        self._broken = False
         self.steps = 0
 
     def due(self, view: View) -> bool:
-        """Whether sequences wait to be closed."""
-        pool = view.draft
-        return pool is not None and any(seq not in view.requests for seq in pool.state.sequences)
+        """Whether there is something to do without any request: to close, or to flush."""
+        state = pool_in(view.draft).state
+        if self._broken:
+            return False
+        if view.flush and any(state.cached_blocks(group) for group in state.paged_groups()):
+            return True
+        return any(seq not in view.requests for seq in state.sequences)
 
     def take_divergences(self) -> list[str]:
         """The classes of what was found wrong since the last call, one for each step."""
@@ -82,7 +87,7 @@ class Drafting:
         flights: deque[_Flight] = deque()
         unwritten: list[Record] = []
         while True:
-            step = plan_draft(view, self._policy)
+            step = self._plan(view)
             if not step.idle:
                 view = begin_draft(view, step)
                 write([*unwritten, Drafted(StepPlanned(step.step, step.events, step.state.digest))])
@@ -93,6 +98,19 @@ class Drafting:
             while flights and (step.idle or len(flights) > 1 or flights[-1].error is not None):
                 view, answers = self._land(view, flights)
                 unwritten += answers
+
+    def _plan(self, view: View) -> DraftStep:
+        """The next step. Where none can be planned, which is a bug, nothing is guessed any more:
+        the tape then lacks the step that was due.
+        """
+        if not self._broken:
+            try:
+                return plan_draft(view, self._policy)
+            except Exception:
+                self._broken = True
+                log.exception("no step of the draft model can be planned: it guesses no more")
+        pool = pool_in(view.draft)
+        return DraftStep(pool.step, (), (), pool.state)
 
     def _issue(self, view: View, step: DraftStep) -> _Flight:
         """Hand a step to the kernel; what it raises is dealt with in its turn."""

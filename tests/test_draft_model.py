@@ -19,6 +19,7 @@ from replay.divergence import Diverged, Divergence
 from replay.errors import Unusable
 from replay.fold import Fold
 from replay.plan import PlanChecker
+from server import draft_round
 from server.draft_pool import FAILURES_MAX
 from statemachine.codec import TapeDecoder, TapeEncoder
 from statemachine.events import (
@@ -632,3 +633,57 @@ def test_a_tape_that_ends_inside_a_round_says_so(strict: bool, tape: str, capsys
         assert "in step 4 of the draft model: step 4 was issued and never answered" in said
     else:
         assert "the tape ends inside step 4 of the draft model" in said
+
+
+def test_a_flush_empties_the_drafters_index_too() -> None:
+    sim = drafting()
+    text = tuple(range(10, 26))
+    sim.submit(text, 4)
+    sim.run()
+    view = sim.engine.view
+    assert view.draft is not None
+    assert view.draft.state.cached_blocks() > 0
+    sim.engine.flush()
+    sim.run()
+    view = sim.engine.view
+    assert view.draft is not None
+    assert (view.state.cached_blocks(), view.draft.state.cached_blocks()) == (0, 0)
+    sim.submit((*text, 30), 4)
+    sim.run()
+    assert draft_events(sim, PrefixAdopted) == []
+    gone(sim)
+
+
+def test_a_wrong_cache_of_the_draft_model_is_told_and_changes_no_answer() -> None:
+    # Its kernel compares fewer rows than the tape's header says.
+    small = FakeKernel(SMALL, script=going_round, sanitize="edges")
+    sim = Sim(SMALL, GUESSES, draft=small, script=going_round)
+    inbox = sim.submit(PROMPT_TOKENS, 12)
+    sim.run()
+    assert inbox.tokens == tuple(ROUND[at % 4] for at in range(6, 18))
+    assert sim.engine.status()["divergences"] > 0
+    found = diverged(sim.capture.records)
+    assert found is not None
+    assert (found.kind, found.step, found.draft_step) == ("content", 2, 1)
+
+
+def test_a_scheduler_that_raises_for_the_draft_model_ends_its_guesses_and_no_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sim = drafting()
+    inbox = sim.submit(PROMPT_TOKENS, 12)
+    for _ in range(4):
+        sim.step()
+    with monkeypatch.context() as broken:
+        broken.setattr(draft_round, "_make_ready", lambda *_: 1 // 0)
+        sim.run()
+        records = sim.capture.records
+        found = diverged(records)
+    assert inbox.tokens == tuple(ROUND[at % 4] for at in range(6, 18))
+    assert inbox.reason == "length"
+    assert not sim.engine._loop.busy  # type: ignore[union-attr]
+    assert found is not None
+    assert "the scheduler raised ZeroDivisionError for the draft model" in found.summary
+    again = diverged(records)
+    assert again is not None
+    assert "the draft model has a step due before it, which the tape has not" in again.summary
