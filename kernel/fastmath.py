@@ -1,15 +1,17 @@
 """Elementwise functions that MLX's CPU backend computes one element at a time.
 
 Owns a base-2 exponential from adds, multiplies and shifts, which compilers vectorise: about ten
-times as fast as mx.exp on x86 (590,000 elements: 1.2 ms for 11.8), and a SwiGLU made of it.
-Never used for anything but softmax and SwiGLU, and the latter only where MLX runs on the CPU.
+times as fast as mx.exp on x86 (590,000 elements: 1.2 ms for 11.8), and a SwiGLU made of it. Also
+norms, of few operations: each costs some microseconds, which is what a step of few rows is made of.
+Never used for anything but softmax, SwiGLU and norms, the latter two only on the CPU.
 Also turns weights to the layout in which the CPU's BLAS multiplies few rows fastest.
 """
 
 from __future__ import annotations
 
 import sys
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 from types import ModuleType
 from typing import Any
 
@@ -33,45 +35,84 @@ _C4 = 0.00967575764075293
 _C5 = 0.0013277938903218571
 
 
-@partial(mx.compile, shapeless=True)
-def _fraction(y: mx.array, shifted: mx.array) -> mx.array:
-    """2^f for the part of `y` that rounding took away."""
-    f = y - (shifted - _ROUND)
-    return ((((f * _C5 + _C4) * f + _C3) * f + _C2) * f + _C1) * f + _C0
+def _split(y: mx.array) -> tuple[mx.array, mx.array]:
+    """2^y as 2^f for f in [-0.5, 0.5], and the bits of the whole power of two beside it."""
+    shifted = y + _ROUND
+    whole = shifted - _ROUND
+    f = y - whole
+    fraction = ((((f * _C5 + _C4) * f + _C3) * f + _C2) * f + _C1) * f + _C0
+    return fraction, mx.left_shift(whole.astype(mx.int32) + 127, 23)
 
 
-@partial(mx.compile, shapeless=True)
-def _scale(fraction_bits: mx.array, shifted_bits: mx.array) -> mx.array:
-    """Add the rounded part to the exponent field."""
-    return fraction_bits + mx.left_shift(shifted_bits, 23)
+_split_powers = mx.compile(_split, shapeless=True)
 
 
 def exp2(y: mx.array) -> mx.array:
     """2^y, float32, for y in [-126, 126] (not checked); relative error below 5e-7.
 
-    Adding 1.5 * 2^23 leaves round(y) in the low mantissa bits, from where it is shifted into the
-    exponent field. The bit casts stand outside of the compiled parts, which may then be shapeless.
+    Adding 1.5 * 2^23 rounds to a whole number, which becomes the exponent field of a float. Its
+    bits are read as one outside of the compiled part, which may then be shapeless.
     """
-    shifted = y + _ROUND
-    fraction = _fraction(y, shifted)
-    bits = _scale(mx.view(fraction, mx.int32), mx.view(shifted, mx.int32))
-    return mx.view(bits, mx.float32)
+    fraction, bits = _split_powers(y)
+    return fraction * mx.view(bits, mx.float32)
 
 
 @partial(mx.compile, shapeless=True)
-def _gated(gate: mx.array, x: mx.array, power: mx.array) -> mx.array:
-    return gate * x / (1.0 + power)
+def _split_below(values: mx.array, peaks: mx.array) -> tuple[mx.array, mx.array]:
+    return _split(mx.maximum(values - peaks, EXPONENT_MIN))
+
+
+def exp2_below(values: mx.array, peaks: mx.array) -> mx.array:
+    """2^(values - peaks) where no value exceeds its peak; 2^-126 where it would be less."""
+    fraction, bits = _split_below(values, peaks)
+    return fraction * mx.view(bits, mx.float32)
+
+
+@partial(mx.compile, shapeless=True)
+def _split_negated(gate: mx.array) -> tuple[mx.array, mx.array]:
+    return _split(mx.clip(gate * -LOG2E, EXPONENT_MIN, -EXPONENT_MIN))
+
+
+@partial(mx.compile, shapeless=True)
+def _gated(gate: mx.array, x: mx.array, fraction: mx.array, whole: mx.array) -> mx.array:
+    return gate * x / (1.0 + fraction * whole)
 
 
 def swiglu(gate: mx.array, x: mx.array) -> mx.array:
     """silu(gate) * x; anything but float32 is computed in float32 and cast back."""
     wide = gate.astype(mx.float32)
-    power = exp2(mx.clip(wide * -LOG2E, EXPONENT_MIN, -EXPONENT_MIN))
-    return _gated(wide, x.astype(mx.float32), power).astype(x.dtype)
+    fraction, bits = _split_negated(wide)
+    whole = mx.view(bits, mx.float32)
+    return _gated(wide, x.astype(mx.float32), fraction, whole).astype(x.dtype)
+
+
+RMS_NORM = mx.fast.rms_norm
+
+
+@cache
+def _normed(width: int, eps: float) -> Callable[[mx.array, mx.array, mx.array], mx.array]:
+    def normed(x: mx.array, squares: mx.array, weight: mx.array) -> mx.array:
+        return x * mx.rsqrt(squares * (1.0 / width) + eps) * weight
+
+    compiled: Callable[[mx.array, mx.array, mx.array], mx.array] = mx.compile(
+        normed, shapeless=True
+    )
+    return compiled
+
+
+def rms_norm(x: mx.array, weight: mx.array | None, eps: float, *, stream: Any = None) -> mx.array:
+    """mx.fast.rms_norm, which MLX makes of ten operations on the CPU, of three."""
+    if weight is None or stream is not None or not x.dtype == weight.dtype == mx.float32:
+        return RMS_NORM(x, weight, eps, stream=stream)
+    squares = x.square().sum(axis=-1, keepdims=True)
+    return _normed(x.shape[-1], eps)(x, squares, weight)
 
 
 def install() -> tuple[ModuleType, ...]:
-    """Put `swiglu` in place in every loaded model module that has mlx-lm's; returns those."""
+    """Put `swiglu` in place in every loaded model module that has mlx-lm's; returns those. Norms
+    are all models' to take from MLX, so theirs is put in place there.
+    """
+    mx.fast.rms_norm = rms_norm
     found = []
     for name, module in sorted(sys.modules.items()):
         inside = name.startswith("mlx_lm.models.") and module is not activations

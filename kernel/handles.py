@@ -24,7 +24,14 @@ class HandleMisused(Exception):
 
 
 class Positions(mx.array):
-    """Where the batch's rows stand: an array that can be told from others."""
+    """Where the batch's rows stand: an array that can be told from others.
+
+    angles: what rotations.py made of it, by its parameters, for all layers.
+    """
+
+    def __init__(self, values: Any) -> None:
+        super().__init__(values)
+        self.angles: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
 
 class _Handle:

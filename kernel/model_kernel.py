@@ -24,7 +24,7 @@ from msgspec import structs
 from statemachine.geometry import Geometry
 from statemachine.records import Observation, ShadowReport
 
-from . import attention, fastmath
+from . import attention, fastmath, rotations
 from .adapters import Adapters
 from .adjusting import adjusted, asked_of, plan_adjustments
 from .batch import Batch, BuildFailed, EvalFailed, StepResult
@@ -120,6 +120,7 @@ class ModelKernel:
         attention.install()
         if mx.default_device() == mx.Device(mx.cpu):
             fastmath.install()
+            rotations.install()
             fastmath.turn_weights(model)
         self._tables_off = ""
         if dialect is None:
