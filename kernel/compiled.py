@@ -1,9 +1,10 @@
 """Compiled: steps of decode rows whose graph is built once and then fed, by mx.compile.
 
 Owns the graphs, one for each number of rows and size of plan. Building a step's graph in Python
-takes about as long as a large GPU takes to compute it. Only where rows are written in place: then a
-step's body is a function of its tokens, positions, plans and page arrays, and of nothing else that
-changes. Plans are filled up to few sizes, so that steps share graphs while contexts grow.
+takes about as long as a large GPU takes to compute it. Only where rows are written in place: then
+page arrays stay the same ones, and a step's body is a function of its tokens, positions and plans,
+and of nothing else that changes. Plans are filled up to few sizes, so that steps share graphs while
+contexts grow.
 """
 
 from __future__ import annotations
@@ -73,8 +74,6 @@ class CompiledCalls:
                 context.tokens,
                 context.offset,
                 [array for array, _ in planned],
-                pages.keys,
-                pages.values,
             )
         except Exception as error:  # what a model does in Python that no graph can hold
             self.failure = describe(error)
@@ -96,23 +95,22 @@ class CompiledCalls:
         self._graphs.clear()
 
     def _trace(self, body: Body, context: StepContext, pages: PageStep) -> _Graph:
-        """A graph for steps like this one; traced when it is first called."""
+        """A graph for steps like this one; traced when it is first called. It holds the page
+        arrays, which stay the same ones until `reset`.
+        """
         uses: list[CacheUse] = []
         asked = self._asked or ()
-        codes = pages.codes
 
         def traced(
             tokens: mx.array,
             offset: mx.array,
             plans: list[mx.array],
-            keys: list[mx.array],
-            values: list[mx.array],
         ) -> mx.array:
             inner = copy.copy(context)
             inner.tokens, inner.offset = tokens, offset
             assert context.tables is not None
             inner.tables = context.tables.with_plans(dict(zip(asked, plans, strict=True)))
-            hidden, counted = self._run(body, inner, PageStep(list(keys), list(values), codes))
+            hidden, counted = self._run(body, inner, pages)
             uses[:] = counted
             return hidden
 

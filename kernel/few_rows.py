@@ -41,6 +41,7 @@ class _Layer:
 
     attention: Any
     network: Any
+    gates: mx.array
     before: Norm
     between: Norm
     rope: Rope
@@ -80,9 +81,7 @@ class FewRows:
         mixed = dispatch(queries[:, :, None], held[0], held[1], cache, attention.scale, None)
         mixed = mixed.reshape(len(hidden), -1)
         hidden = products.added(mixed, attention.o_proj.weight, hidden)
-        gated = products.gated(
-            hidden, layer.between, network.gate_proj.weight, network.up_proj.weight
-        )
+        gated = products.gated(hidden, layer.between, layer.gates)
         return products.added(gated, network.down_proj.weight, hidden)
 
     def ending(self, rows: mx.array) -> Body:
@@ -129,7 +128,7 @@ class FewRows:
         made = [
             *products.heads(x, layer.before, layer.projections, places, layer.rope),
             products.added(mixed, attention.o_proj.weight, base),
-            products.gated(x, layer.between, network.gate_proj.weight, network.up_proj.weight),
+            products.gated(x, layer.between, layer.gates),
             products.added(gated, network.down_proj.weight, base),
         ]
         normed = mx.fast.rms_norm(x, layer.before.weights, layer.before.eps)
@@ -185,7 +184,19 @@ def _looked_at(block: Any) -> _Layer:
         if type(it) is not RMSNorm or it.weight.dtype != mx.bfloat16:
             raise Unlike(f"{type(it).__name__} stands where an RMSNorm is expected")
         norms.append(Norm(it.weight, float(it.eps)))
-    return _Layer(attention, network, norms[0], norms[1], _rope_of(attention))
+    return _Layer(attention, network, _gates_of(network), norms[0], norms[1], _rope_of(attention))
+
+
+def _gates_of(network: Any) -> mx.array:
+    """The weights of gate and up in one array, [2 * features, width]; the modules keep views."""
+    gate, up = network.gate_proj, network.up_proj
+    if gate.weight.shape != up.weight.shape:
+        raise Unlike(f"gates of {gate.weight.shape} and {up.weight.shape}")
+    gates = mx.concatenate([gate.weight, up.weight])
+    mx.eval(gates)
+    gate.weight, up.weight = mx.split(gates, 2)
+    mx.eval(gate.weight, up.weight)
+    return gates
 
 
 def _rope_of(attention: Any) -> Rope:

@@ -32,7 +32,7 @@ rows then take longer than those of the weights, and its own time on the process
 """
 LARGE_ROWS = 8
 ADDED = (["x", "weights", "base"], ["out"])
-GATED = (["x", "norm", "gate", "up"], ["out"])
+GATED = (["x", "norm", "weights"], ["out"])
 HEADS = (
     ["x", "norm", "queries", "keys", "values", "positions", "rates"],
     ["out_queries", "out_keys", "out_values"],
@@ -68,8 +68,10 @@ class Products(Protocol):
     def added(self, x: mx.array, weights: mx.array, base: mx.array) -> mx.array:
         """`base` [T, features] and the product with `weights`."""
 
-    def gated(self, x: mx.array, norm: Norm, gate: mx.array, up: mx.array) -> mx.array:
-        """silu of normed x's product with `gate`, times the one with `up`: [T, features]."""
+    def gated(self, x: mx.array, norm: Norm, weights: mx.array) -> mx.array:
+        """silu of normed x's product with the first half of `weights`, times the one with the
+        other half: [T, features / 2].
+        """
 
     def heads(
         self, x: mx.array, norm: Norm, weights: Projections, positions: mx.array, rope: Rope
@@ -85,9 +87,9 @@ class PlainProducts:
     def added(self, x: mx.array, weights: mx.array, base: mx.array) -> mx.array:
         return mx.addmm(base, x, weights.T)
 
-    def gated(self, x: mx.array, norm: Norm, gate: mx.array, up: mx.array) -> mx.array:
+    def gated(self, x: mx.array, norm: Norm, weights: mx.array) -> mx.array:
         x = mx.fast.rms_norm(x, norm.weights, norm.eps)
-        gated: mx.array = SWIGLU(x @ gate.T, x @ up.T)
+        gated: mx.array = SWIGLU(*mx.split(x @ weights.T, 2, axis=-1))
         return gated
 
     def heads(
@@ -133,7 +135,7 @@ product<{T}, {tiles}, {WARPS}>(x, (int)x_shape[0], (int)x_shape[1], layer);
 
 def gated_body(tiles: int, eps: float) -> str:
     return f"""
-Gated<{T}> layer{{norm, gate, up, out, (int)x_shape[1], (int)gate_shape[0], {eps!r}f}};
+Gated<{T}> layer{{norm, weights, out, (int)x_shape[1], (int)weights_shape[0] / 2, {eps!r}f}};
 product<{T}, {tiles}, {WARPS}>(x, (int)x_shape[0], (int)x_shape[1], layer);
 """
 
@@ -160,12 +162,12 @@ class CudaProducts:
         inputs = [x, weights, base]
         return _launch(_added(tiles_of(rows)), inputs, features // TILE, [(rows, features)])[0]
 
-    def gated(self, x: mx.array, norm: Norm, gate: mx.array, up: mx.array) -> mx.array:
-        rows, features = len(x), len(gate)
-        if is_large(rows, gate, up):
-            return self._plain.gated(x, norm, gate, up)
-        inputs, kernel = [x, norm.weights, gate, up], _gated(tiles_of(rows), norm.eps)
-        return _launch(kernel, inputs, features * 2 // TILE, [(rows, features)])[0]
+    def gated(self, x: mx.array, norm: Norm, weights: mx.array) -> mx.array:
+        rows, features = len(x), len(weights)
+        if is_large(rows, weights):
+            return self._plain.gated(x, norm, weights)
+        inputs, kernel = [x, norm.weights, weights], _gated(tiles_of(rows), norm.eps)
+        return _launch(kernel, inputs, features // TILE, [(rows, features // 2)])[0]
 
     def heads(
         self, x: mx.array, norm: Norm, weights: Projections, positions: mx.array, rope: Rope

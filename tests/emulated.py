@@ -155,12 +155,11 @@ class EmulatedProducts:
         blocks = features // products.TILE
         return self._run(products.ADDED, body, [x, weights, base], blocks, [(rows, features)])[0]
 
-    def gated(self, x: mx.array, norm: Norm, gate: mx.array, up: mx.array) -> mx.array:
-        rows, features = len(x), len(gate)
+    def gated(self, x: mx.array, norm: Norm, weights: mx.array) -> mx.array:
+        rows, features = len(x), len(weights)
         body = products.gated_body(products.tiles_of(rows), norm.eps)
-        blocks = features * 2 // products.TILE
-        inputs = [x, norm.weights, gate, up]
-        return self._run(products.GATED, body, inputs, blocks, [(rows, features)])[0]
+        inputs, shapes = [x, norm.weights, weights], [(rows, features // 2)]
+        return self._run(products.GATED, body, inputs, features // products.TILE, shapes)[0]
 
     def heads(
         self, x: mx.array, norm: Norm, weights: Projections, positions: mx.array, rope: Rope

@@ -140,12 +140,11 @@ template <typename T> struct Added {
   }
 };
 
-// out = silu(x gate) * (x up), of x normed.
+// out = silu(x gate) * (x up), of x normed. weights: `features` rows of the gate, then those of up.
 template <typename T> struct Gated {
   enum { NORMED = 1 };
   const T* norm_weights;
-  const T* gate;
-  const T* up;
+  const T* weights;
   T* out;
   int width, features;
   float norm_eps;
@@ -153,7 +152,7 @@ template <typename T> struct Gated {
   FN const T* norm() const { return norm_weights; }
   FN float eps() const { return norm_eps; }
   FN const T* row(int tile, int half, int at) const {
-    return (half ? up : gate) + (long)(tile * 16 + at) * width;
+    return weights + (long)((half ? features : 0) + tile * 16 + at) * width;
   }
   FN void finish(int tile, int at, int m, float low, float high) const {
     float silu = low / (1.0f + power2(low * -1.4426950408889634f));

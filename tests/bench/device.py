@@ -1,6 +1,6 @@
 """A GPU at a glance: logits over pages against mlx-lm's caches, then times of real shapes.
 
-`python -m tests.bench.device [checks|layer|steps|prefill|memory ...]`; all of them by default.
+`python -m tests.bench.device [checks|layer|steps|prefill|memory|more ...]`; all by default.
 Random weights in bfloat16: times do not depend on them. `tables` is attention by a kernel that
 reads block tables, where this device has one; `gather` is what serves without it.
 """
@@ -36,6 +36,7 @@ from server.policy import Policy  # noqa: E402
 from server.submission import Submission, Update  # noqa: E402
 from statemachine.geometry import Geometry, Group  # noqa: E402
 from statemachine.records import Parameters  # noqa: E402
+from tests.bench import device_more  # noqa: E402
 from tests.bench.device_layer import layers  # noqa: E402
 from tests.paged import Runner, dense_logits, random_tokens  # noqa: E402
 
@@ -286,11 +287,28 @@ def memory() -> None:
     )
 
 
+def more() -> None:
+    """What stands in device_more.py, of both shapes."""
+    for name, shape in SHAPES.items():
+        model = make(shape)
+        dialect, reason = device_dialect(model)
+        if dialect is None:
+            print(f"no tables: {reason}")
+            return
+        if dialect.products is not None and name.startswith("8B"):
+            device_more.products(model, dialect.products)
+        device_more.drawn(name, model, dialect)
+        device_more.captured(name, model, dialect)
+        device_more.words(name, model)
+        del model
+        mx.clear_cache()
+
+
 def main() -> None:
     """Checks, then tables."""
     print(mx.default_device(), mx.device_info().get("device_name", ""))
     parts = {"checks": (check, check_lookahead), "layer": (layers,), "steps": (steps,)}
-    parts |= {"prefill": (prefill,), "memory": (memory,)}
+    parts |= {"prefill": (prefill,), "memory": (memory,), "more": (more,)}
     for name in sys.argv[1:] or parts:
         for part in parts[name]:
             part()
