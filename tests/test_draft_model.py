@@ -672,7 +672,7 @@ def test_a_scheduler_that_raises_for_the_draft_model_ends_its_guesses_and_no_ans
 ) -> None:
     sim = drafting()
     inbox = sim.submit(PROMPT_TOKENS, 12)
-    for _ in range(4):
+    for _ in range(2):
         sim.step()
     with monkeypatch.context() as broken:
         broken.setattr(draft_round, "_make_ready", lambda *_: 1 // 0)
