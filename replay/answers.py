@@ -117,7 +117,7 @@ class Answers:
 
     def ended(self, record: Record) -> list[Answer]:
         """Requests that this record ends; they are forgotten."""
-        gone = [event.seq for event in getattr(record, "events", ()) if isinstance(event, Closed)]
+        gone = [event.seq for event in getattr(record, "events", ()) if type(event) is Closed]
         if isinstance(record, RequestCancelled):
             gone.append(record.request)
         return [self.live.pop(seq) for seq in gone if seq in self.live]

@@ -43,6 +43,7 @@ from statemachine.records import (
     StepPlanned,
 )
 from statemachine.state import State
+from statemachine.transitions import apply_all
 
 from .divergence import PLAN, Diverged, Divergence, Values, event_text
 from .drafted import NOT_NAMED, told_at
@@ -201,7 +202,7 @@ class Planner:
             what = "the draft model has a step due before it, which the tape has not"
             raise Diverged(Divergence(PLAN, record.step, what, "StepPlanned"))
         try:
-            plan = scheduler.plan_step(view, self._policy)
+            plan = scheduler.plan_step(view, self._policy, self._apply)
         except Exception as error:
             # The engine answers a scheduler that raises with a step without events (loop.py).
             if record.events:
@@ -220,7 +221,7 @@ class Planner:
     def _done(self, record: StepDone) -> None:
         view, plan = self._known(), self._answered(record.step, "StepDone")
         finished, self._finished = self._finished, ()
-        sampling = tuple(at for at, it in enumerate(plan.pieces) for _ in range(it.samples))
+        sampling = _sampling(plan)
         if record.sampled != sampling:
             what = f"pieces {record.sampled} sampled, where pieces {sampling} end their streams"
             values = (Values("sampled pieces", record.sampled, sampling),)
@@ -234,12 +235,12 @@ class Planner:
         _compare(record.step, "StepDone", record.events, events)
         if self._requests is not None:
             self._requests.done(record, plan)
-        after = self._after(view.state, record.events)
+        after = self._apply(view.state, record.events)
         self.view = scheduler.settle(view, plan, outcomes, events, after)
 
-    def _after(self, state: State, events: tuple[Event, ...]) -> State | None:
-        """The state after events, where somebody has applied them to an equal one."""
-        return None
+    def _apply(self, state: State, events: tuple[Event, ...]) -> State:
+        """The state after events."""
+        return apply_all(state, events)
 
     def _failed(self, record: StepFailed) -> None:
         view, plan = self._known(), self._answered(record.step, "StepFailed")
@@ -260,6 +261,14 @@ class Planner:
         if plan is None:
             raise Diverged(Divergence(PLAN, step, "it was never planned", kind))
         return plan
+
+
+def _sampling(plan: StepPlan) -> tuple[int, ...]:
+    """Numbers of a plan's pieces, each as often as it samples."""
+    samples = [piece.samples for piece in plan.pieces]
+    if samples == [1] * len(samples):
+        return tuple(range(len(samples)))
+    return tuple(at for at, count in enumerate(samples) for _ in range(count))
 
 
 def _why(error: Exception) -> str:
@@ -335,11 +344,11 @@ class PlanChecker(Planner):
         super().feed(record)
         self._steps += isinstance(record, StepPlanned)
 
-    def _after(self, state: State, events: tuple[Event, ...]) -> State | None:
-        """The fold's, whose events these are too."""
+    def _apply(self, state: State, events: tuple[Event, ...]) -> State:
+        """The fold's where it has just applied the same events to an equal state."""
         applied = None if self._fold is None else self._fold.applied
-        if applied is None or applied[0] is not events or applied[1] != state.digest:
-            return None
+        if applied is None or applied[1] != state.digest or applied[0] != events:
+            return super()._apply(state, events)
         return applied[2]
 
     def finish(self) -> None:

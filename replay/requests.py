@@ -17,7 +17,7 @@ from statemachine.geometry import FULL, Geometry
 from statemachine.records import Gap, Record, StepDone
 from statemachine.sequence import Sequence, pack, unpack
 
-from .answers import Answer, Answers, Sampled
+from .answers import Answer, Answers
 from .divergence import PLAN, Diverged, Divergence, Values
 from .observed import Pieces
 
@@ -48,12 +48,11 @@ class Requests:
             if answer is None:
                 self._differs(plan.step, piece.seq, "gets rows, and has no live request")
             sequence: Sequence = sequences[piece.seq]
-            if sequence.namespace != answer.arrived.namespace:
+            due = answer.arrived.namespace
+            if sequence.namespace is not due and sequence.namespace != due:
                 what = "is in another namespace than its request"
-                values = (
-                    Values("namespace", str(sequence.namespace), str(answer.arrived.namespace)),
-                )
-                self._differs(plan.step, piece.seq, what, *values)
+                values = Values("namespace", str(sequence.namespace), str(due))
+                self._differs(plan.step, piece.seq, what, values)
             if not _is_newest(piece, sequence, answer):
                 self._compare_tokens(plan.step, piece, sequence, answer)
                 self._compare_samples(plan.step, piece, sequence, answer)
@@ -93,29 +92,31 @@ class Requests:
     def done(self, record: StepDone, plan: StepPlan) -> None:
         """Compare who is closed with who came to an end. Raises Diverged."""
         live = self._answers.live
-        pieces = [(it.seq, live[it.seq]) for it in plan.pieces if it.seq in live]
-        before = [len(answer.samples) for _, answer in pieces]
-        sequences, drafts = plan.state.sequences, plan.policy.draft_tokens
         seqs = [piece.seq for piece in plan.pieces]
+        answers = [(seq, live[seq], len(live[seq].samples)) for seq in seqs if seq in live]
+        sequences, drafts = plan.state.sequences, plan.policy.draft_tokens
         guessed = [sequences[seq] for seq in seqs] if drafts else []
         self._answers.done(record, Pieces(seqs, [], guessed, {}, ()))
         closed = {event.seq for event in record.events if isinstance(event, Closed)}
-        for (seq, answer), known in zip(pieces, before, strict=True):
-            fresh = answer.samples[known:]
+        for seq, answer, known in answers:
+            fresh = len(answer.samples) - known
             if fresh and self._is_over(answer, fresh) != (seq in closed):
                 what = "goes on, and came to its end"
                 if seq in closed:
                     what = "is closed, and did not come to its end"
                 self._differs(record.step, seq, what, record="StepDone")
 
-    def _is_over(self, answer: Answer, fresh: list[Sampled]) -> bool:
-        arrived, parameters = answer.arrived, answer.arrived.parameters
-        ends = parameters.end_tokens
+    def _is_over(self, answer: Answer, fresh: int) -> bool:
+        """Whether an answer came to its end with its last `fresh` samples."""
+        parameters, samples = answer.arrived.parameters, answer.samples
         if parameters.embed or answer.kept is not None:
             return True
-        if ends and any(it.token in ends for it in fresh):
+        ends = parameters.end_tokens
+        if ends and any(it.token in ends for it in samples[-fresh:]):
             return True
-        return answer.length >= min(len(arrived.tokens) + parameters.max_tokens, self._capacity)
+        prompt = len(answer.arrived.tokens)
+        known = prompt + len(answer.before) + len(samples)
+        return known >= prompt + parameters.max_tokens or known >= self._capacity
 
     def ended(self, record: Record) -> None:
         """Call once a record was followed."""

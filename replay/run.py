@@ -177,23 +177,30 @@ def _feed_all(
     """Whether it stopped early, with all steps up to `until` answered; that of the last of them
     may stand behind the plan of the next one.
     """
+    if until is None:
+        for record in records:
+            _feed(fold, checker, record)
+        return False
     for record in records:
-        beyond = until is not None and isinstance(record, StepPlanned) and record.step > until
-        if until is not None and beyond and min(fold.pieces, default=until + 1) > until:
+        beyond = isinstance(record, StepPlanned) and record.step > until
+        if beyond and min(fold.pieces, default=until + 1) > until:
             return True
         _feed(fold, checker, record)
-        if until is not None and isinstance(record, StepDone | StepFailed) and record.step >= until:
+        if isinstance(record, StepDone | StepFailed) and record.step >= until:
             return True
     return False
 
 
 def _feed(fold: Fold, checker: Checker | None, record: Record) -> None:
+    if checker is None:
+        fold.feed(record)
+        return
     found: Divergence | None = None
     try:
         fold.feed(record)
     except Diverged as diverged:
         found = diverged.divergence
-    if checker is not None and (found is None or not checker.needs_fold):
+    if found is None or not checker.needs_fold:
         try:
             checker.feed(record)
         except Diverged as diverged:

@@ -102,10 +102,12 @@ def _outcome(
     if parameters.embed:
         # The answer is what was sampled from, and the token is nobody's.
         return Outcome(piece.seq, (), STOP, int(piece.purpose == DRAFT))
-    left = limit_tokens(request, capacity) - length
+    left, ends = limit_tokens(request, capacity) - length, parameters.end_tokens
+    if end is None and len(tokens) < left and not (ends and any(it in ends for it in tokens)):
+        return Outcome(piece.seq, tokens, None, len(tokens) if piece.purpose == DRAFT else 0)
     kept, reason = len(tokens), None
     for at, token in enumerate(tokens):
-        if token in parameters.end_tokens:
+        if token in ends:
             kept, reason = at, STOP
             break
         if end is not None and end.tokens_kept <= request.output_tokens + at + 1:

@@ -167,7 +167,7 @@ def _plan_rows(draft: Draft, seqs: list[int]) -> None:
     """One row to each of `seqs`, after whatever has to make room for them."""
     requests, step = draft.view.requests, draft.view.step
     while seqs:
-        tokens = tuple(requests[seq].stream.last() for seq in seqs)
+        tokens = tuple([requests[seq].stream.last() for seq in seqs])
         try:
             events = commands.append_each(draft.state, step, seqs, tokens, DECODE)
         except PoolExhausted:
@@ -175,7 +175,7 @@ def _plan_rows(draft: Draft, seqs: list[int]) -> None:
             seqs = [seq for seq in seqs if seq in draft.running]
             continue
         draft.do(events)
-        draft.pieces.extend(PlannedPiece(seq, 1, 0, DECODE, 1) for seq in _order(events))
+        draft.pieces += [PlannedPiece(seq, 1, 0, DECODE, 1) for seq in _order(events)]
         draft.rows_left -= len(seqs)
         return
 

@@ -6,6 +6,7 @@ makes room for whom.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import chain
 
 from statemachine import commands
@@ -18,6 +19,9 @@ from .policy import PRIORITY, Policy
 from .view import PlannedPiece, RequestState, StepPlan, View
 from .waiting import Waiting
 
+Apply = Callable[[State, tuple[Event, ...]], State]
+"""What transitions.apply_all does; a replay knows some of these states already."""
+
 
 class InFlight(Exception):
     """Somebody would have to be preempted, but a step is in flight: read that first."""
@@ -26,7 +30,8 @@ class InFlight(Exception):
 class Draft:
     """Events so far, the state after them, and the pieces of the batch."""
 
-    def __init__(self, view: View, policy: Policy) -> None:
+    def __init__(self, view: View, policy: Policy, apply: Apply = apply_all) -> None:
+        self._apply = apply
         self.view = view
         self.policy = policy
         self.state: State = view.state
@@ -45,7 +50,7 @@ class Draft:
         if events:
             if store and self.policy.store_evicted:
                 events = tuple(chain.from_iterable(map(self._stored, events)))
-            self.state = apply_all(self.state, events)
+            self.state = self._apply(self.state, events)
             self.events.extend(events)
 
     def _stored(self, event: Event) -> tuple[Event, ...]:

@@ -37,11 +37,12 @@ from statemachine.events import (
 from statemachine.geometry import has_state
 from statemachine.records import NO_SCORES
 from statemachine.sequence import Sequence
+from statemachine.transitions import apply_all
 
 from .admission import admit
 from .closing import Outcome, close_step, drawn, outcomes, settle
 from .decoding import decoding, ngrams_of, plan_ahead, plan_decode, sampling
-from .draft import Draft, InFlight
+from .draft import Apply, Draft, InFlight
 from .failing import fail_step, settle_failed
 from .policy import Policy
 from .scoring import NOTHING, scored_by
@@ -75,11 +76,11 @@ __all__ = [
 ]
 
 
-def plan_step(view: View, policy: Policy) -> StepPlan:
+def plan_step(view: View, policy: Policy, apply: Apply = apply_all) -> StepPlan:
     """The next step. Pure; a plan that is `idle` means that there is nothing to do, or nothing
     before the step in flight was settled.
     """
-    draft = Draft(view, policy)
+    draft = Draft(view, policy, apply)
     if view.alone and view.flights:
         return draft.plan()
     try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-CHUNK_TOKENS = 128
+CHUNK_TOKENS = 32
 """Appending copies at most this many references, and once a chunk the references to all chunks."""
 
 

@@ -56,16 +56,15 @@ def append_column(draft: Draft, event: AppendedEach) -> None:
             keys, packed, tail = grown(geometry, old, token)
         root, starts, marks, adopted = old.root, old.starts, old.marks, old.adopted
         key = keys[-1] if keys else root
-        if len(marks) == 4 and marks[2] <= written:
-            marks = (marks[2], marks[3], step, committed)
+        if one_group and len(marks) == 4 and marks[2] <= written:
+            _, _, a, b = marks
+            marks = (a, b, step, committed)
+            data = _pack_13(
+                SEQUENCE, seq, root, committed, 0, 0, adopted * 2, key, starts[0], a, b, step,
+                committed,
+            )  # fmt: skip
         else:
             marks = (*recent_marks(marks, written, step), step, committed)
-        if one_group and len(marks) == 4:
-            a, b, c, d = marks
-            data = _pack_13(
-                SEQUENCE, seq, root, committed, 0, 0, adopted * 2, key, starts[0], a, b, c, d
-            )
-        else:
             values = (SEQUENCE, seq, root, committed, 0, 0, adopted * 2, key, *starts, *marks)
             data = packer(len(values))(*values)
         line = xxh3(data + tail)

@@ -7,6 +7,7 @@ computation but the hash of a table. Compares nothing and decides nothing.
 
 from __future__ import annotations
 
+import operator
 import struct
 from collections.abc import Sequence as Items
 
@@ -51,14 +52,17 @@ class Deriver:
         self._paged = sum(group.paged for group in geometry.groups)
         self._hashes: dict[int, tuple[_Tables, tuple[int, ...]]] = {}
 
-    def seen(self, sequences: Items[Sequence], rows: Items[int]) -> Seen:
+    def seen(
+        self, sequences: Items[Sequence], rows: Items[int], ends: list[int] | None = None
+    ) -> Seen:
         """The columns of a step; `sequences` as they stand after its opening events, `rows` of
-        each, pads included.
+        each, pads included; `ends`: their offsets, where the caller has them.
         """
-        ends = [it.committed + len(it.speculative) + it.pads for it in sequences]
+        if ends is None:
+            ends = offsets(sequences)
         return Seen(
             ends,
-            tuple([end - count for end, count in zip(ends, rows, strict=True)]),
+            tuple(map(operator.sub, ends, rows)),
             tuple(rows),
             self.visible(ends),
             self._tables(sequences),
@@ -79,8 +83,7 @@ class Deriver:
         """Hashes of each sequence's tables; those that it shares with its last record are known."""
         known, found = self._hashes, []
         for sequence in sequences:
-            tables = sequence.tables
-            held = known.get(sequence.id)
+            tables, held = sequence.tables, known.get(sequence.id)
             if held is None or held[0] is not tables:
                 held = known[sequence.id] = (tables, self._hashed(tables))
             found.append(held[1])
@@ -130,6 +133,14 @@ class Deriver:
                         low = max(low, start - spec.span + 1)
                     count += end - low + min(spec.sink, low)
         return count, True
+
+
+def offsets(sequences: Items[Sequence]) -> list[int]:
+    """The offset of each sequence: asked of each row of each step, so without a call for each."""
+    return [
+        it.committed + len(it.speculative) + it.pads if it.speculative or it.pads else it.committed
+        for it in sequences
+    ]
 
 
 def table_hash(table: tuple[int, ...]) -> int:

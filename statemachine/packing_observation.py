@@ -146,12 +146,13 @@ def unpack_observation(
     if len(counters) != 9:
         raise CodecError(f"an observation has {len(counters)} counters instead of 9")
     visible, tables = packed.visible_nested, packed.tables_nested
+    a, b, c, d, e, f, g, h, strangers = counters
     return rec.Observation(
-        counters[0:2],
-        counters[2:4],
-        counters[4:6],
-        counters[6:8],
-        counters[8],
+        (a, b),
+        (c, d),
+        (e, f),
+        (g, h),
+        strangers,
         tuple(pieces.starts) if packed.starts is None else unpack_ints(packed.starts),
         tuple(pieces.rows) if packed.rows is None else unpack_ints(packed.rows),
         tuple(zip(*_unpack_visible(tracker, pieces, packed.visible), strict=True))
