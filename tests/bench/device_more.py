@@ -35,7 +35,7 @@ CONTEXT_TOKENS = 512
 STEPS = 120
 ROWS = (1, 8, 16, 32, 64)
 CALLS = (16, 48)
-DRAWN = {"temperature": 0.8, "top_p": 0.95, "top_k": 50}
+DRAWN: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "top_k": 50}
 
 
 class Times:
@@ -75,7 +75,7 @@ def step_ms(
     sinks = [Times() for _ in range(batch)]
     for number, sink in enumerate(sinks):
         prompt = tuple((number * 7 + place) % 997 for place in range(CONTEXT_TOKENS))
-        wanted = {"seed": number, **DRAWN} if drawn else {}
+        wanted: dict[str, Any] = {"seed": number, **DRAWN} if drawn else {}
         engine.submit(Submission(prompt, Parameters(max_tokens=STEPS, **wanted)), sink)
     while engine.step() and not all(sink.at for sink in sinks):
         pass
