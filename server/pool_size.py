@@ -25,10 +25,11 @@ def pool_blocks(settings: Settings, layout: Layout, beside: int = 0) -> tuple[in
     that keeps states alone. Raises SettingsError where memory does not hold them.
     """
     if not layout.shapes and not beside:
-        if settings.num_blocks is not None or settings.kv_memory is not None:
+        asked = (settings.num_blocks, settings.kv_memory, settings.kv_bits)
+        if any(it is not None for it in asked):
             raise SettingsError(
-                "this model keeps states, not K and V: leave num_blocks and kv_memory out, and say "
-                "with num_slots how many states to hold"
+                "this model keeps states, not K and V: leave num_blocks, kv_memory and kv_bits "
+                "out, and say with num_slots how many states to hold"
             )
         return 0, 0
     from kernel.pages import block_bytes

@@ -168,8 +168,9 @@ def test_settings_for_what_a_model_does_not_keep_are_refused() -> None:
     rows: Layout = layout(rows=True, states=False)
     assert pool_blocks(Settings(), states) == (0, 0)
     assert pool_slots(Settings(), rows) == 0
-    with pytest.raises(SettingsError, match=r"^this model keeps states, not K and V: leave num_b"):
-        pool_blocks(Settings(num_blocks=9), states)
+    for asked in (Settings(num_blocks=9), Settings(kv_memory=1 << 20), Settings(kv_bits=8)):
+        with pytest.raises(SettingsError, match=r"^this model keeps states, not K and V: leave nu"):
+            pool_blocks(asked, states)
     with pytest.raises(SettingsError, match=r"^this model keeps no states: leave num_slots out$"):
         pool_slots(Settings(num_slots=9), rows)
     with pytest.raises(SettingsError, match=r"slots take .* GiB, but this machine has"):
