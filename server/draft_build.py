@@ -62,7 +62,7 @@ def load_draft(
     from kernel.weights import load_model
 
     flags = family.flags
-    if not flags["rewind"]:
+    if not (flags["rewind"] or flags.get("snapshot")):
         why = flags.get("rewind_reason", "its rows cannot be taken back")
         raise SettingsError(f"{served.name} verifies no guesses: {why}; leave draft_model out")
     loaded = load_model(settings.draft_model, progress=tell)

@@ -104,10 +104,11 @@ class Load:
 
     @property
     def draft_geometry(self) -> Geometry:
-        """Of the draft model's pool."""
+        """Of the draft model's pool: a draft model keeps no states."""
         blocks = self.draft_blocks
-        groups = [structs.replace(it, num_blocks=blocks) for it in self.geometry.groups]
-        return structs.replace(self.geometry, groups=tuple(groups))
+        rows = [it for it in self.geometry.groups if not it.recurrent] or [Group()]
+        groups = tuple(structs.replace(it, num_blocks=blocks) for it in rows)
+        return structs.replace(self.geometry, groups=groups)
 
     def guessed(self, sequence: int, position: int) -> int | None:
         """What the draft model says at a position, in the place of what the model says."""

@@ -70,7 +70,7 @@ def _draft(chance: random.Random, geometry: Geometry) -> dict[str, Any]:
     """A draft model in three runs of ten, in a pool that holds more or fewer rows than the other.
     Out of a chance of its own: loads are what they were before there were any.
     """
-    if chance.random() > 0.3 or has_state(geometry):
+    if chance.random() > 0.3:
         return {}
     most = max(group.num_blocks for group in geometry.groups)
     steps = chance.sample(range(1, 60), chance.choice([0, 0, 0, 1, 2]))

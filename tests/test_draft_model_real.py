@@ -144,15 +144,32 @@ def test_a_draft_model_of_another_vocabulary_is_refused_with_a_token_that_differ
     )
 
 
-def test_models_whose_rows_cannot_be_taken_back_neither_guess_nor_verify(
+def folder_of(path: Path, name: str) -> Path:
+    """An architecture with random weights and the tiny models' vocabulary."""
+    config = architecture_config(name)
+    return write_folder(path, config, family_weights(config))
+
+
+def test_a_model_that_keeps_states_verifies_guesses_and_makes_none(
     tiny: Path, tmp_path: Path
 ) -> None:
-    config = architecture_config("mamba2")
-    states = write_folder(tmp_path / "states", config, family_weights(config))
-    with pytest.raises(SettingsError, match="states cannot be a draft model: "):
+    states = folder_of(tmp_path / "states", "lfm2")
+    tape = tmp_path / "tape"
+    assert answers(states, tiny, tape, lookahead=False) == answers(states)
+    assert stat(str(tape)).rows.guessed > 30
+    assert replays(tape, states, tiny) == [0, 0, 0]
+    with pytest.raises(SettingsError, match="states cannot be a draft model: recurrent state"):
         Engine.load(str(tiny), draft_model=str(states))
-    with pytest.raises(SettingsError, match=r"states verifies no guesses: .*leave draft_model out"):
-        Engine.load(str(states), draft_model=str(tiny))
+
+
+def test_a_model_over_caches_of_its_own_neither_guesses_nor_verifies(
+    tiny: Path, tmp_path: Path
+) -> None:
+    owned = folder_of(tmp_path / "owned", "deepseek_v41")
+    with pytest.raises(SettingsError, match="owned cannot be a draft model: the model's own"):
+        Engine.load(str(tiny), draft_model=str(owned))
+    with pytest.raises(SettingsError, match=r"owned verifies no guesses: .*leave draft_model out"):
+        Engine.load(str(owned), draft_model=str(tiny))
 
 
 def test_a_pool_has_room_for_the_draft_models_rows_too(
