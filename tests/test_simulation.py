@@ -83,6 +83,8 @@ def test_random_loads_are_clean_and_have_everything_in_them() -> None:
         assert had[name] > RUNS // 10, name
     for name in ("full disk", "lost client", "flush", "window", "engine stopped", "priority"):
         assert had[name] >= 2, name
+    for name in ("draft model", "draft model trims", "draft model adopts", "draft model fails"):
+        assert had[name] >= 2, name
 
 
 def test_a_seed_is_the_same_load_every_time_and_another_seed_another_one() -> None:
