@@ -1,7 +1,7 @@
 """Redact: `replay redact TAPE -o FILE`, a tape without what users said, that folds and plans alike.
 
 Owns the command, the secret, and the check that the new tape comes to the same verdict. What
-becomes of a record is redacting.py's, of a token pseudonyms.py's.
+becomes of a record and of a token is server/redaction's.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from server.redaction.pseudonyms import KEY_BYTES, Pseudonyms
+from server.redaction.redacting import NotRedactable, Redactor
+
 from .errors import Unusable
 from .progress import progress
-from .pseudonyms import KEY_BYTES, Pseudonyms
 from .reader import STDIN, Tape, keep_stdin, read_header
-from .redacting import Redactor
 from .report import json_text, verdict
 from .rewrite import check_output, new_tape, rewriting_parser
 from .run import CLEAN, DIVERGED, FOLD, PLAN, Options, Outcome, replay
+from .soundness import require_sound
 from .words import plural
 
 
@@ -57,12 +59,16 @@ def redact(
         keep_stdin()
     header = read_header(path)
     repeats = bool(header.policy.get("draft_tokens")) and not hide_repeats
-    redactor = Redactor(Pseudonyms(key or secrets.token_bytes(KEY_BYTES), repeats))
+    names = Pseudonyms(key or secrets.token_bytes(KEY_BYTES), repeats)
+    redactor = Redactor(names, check=require_sound)
     source = Tape(path)
     with new_tape(output) as tape:
         with progress(source, "replay redact") as records:
             for record in records:
-                tape.put(redactor.feed(record))
+                try:
+                    tape.put(redactor.feed(record))
+                except NotRedactable as error:
+                    raise Unusable(str(error)) from error
                 if redactor.stopped:
                     break
         tape.close()

@@ -31,6 +31,7 @@ from .kept_file import StoreError
 from .loop import Parts
 from .policy import Policy
 from .prefix_store import PrefixStore
+from .redaction.live import LiveRedactor
 from .settings import Settings, SettingsError
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def build_engine(settings: Settings, progress: Progress | None = None) -> tuple[
 
     Raises ModelError or BlasError (KernelError), CaptureError, SettingsError; one sentence each.
     """
-    capture = CaptureWriter(settings.capture) if settings.capture is not None else None
+    capture = _capture(settings)
     tokenizers: list[Tokenizer] = []
 
     def make() -> Parts:
@@ -67,6 +68,21 @@ def build_engine(settings: Settings, progress: Progress | None = None) -> tuple[
             capture.close()
         raise
     return engine, tokenizers[0]
+
+
+def _capture(settings: Settings) -> CaptureWriter | None:
+    """The tape's writer. Raises CaptureError, SettingsError."""
+    if settings.capture is None:
+        if settings.capture_redact:
+            raise SettingsError("capture_redact needs a tape: say with capture where to write it")
+        return None
+    if not settings.capture_redact:
+        return CaptureWriter(settings.capture)
+    if settings.draft_model is not None:
+        raise SettingsError(
+            "what a draft model guesses cannot be redacted: leave draft_model or capture_redact out"
+        )
+    return CaptureWriter(settings.capture, redact=LiveRedactor().feed)
 
 
 def _make(

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import structlog
@@ -55,9 +56,11 @@ class CaptureWriter:
         segment_bytes: int = SEGMENT_BYTES,
         keep_bytes: int | None = None,
         sync: bool = False,
+        redact: Callable[[Record], Record] | None = None,
     ) -> None:
-        """`keep_bytes`: closed segments beyond this are deleted, oldest first. `sync`: fsync each
-        write. Raises CaptureError where the path cannot be written.
+        """`redact`: gives what is written in a record's place. `keep_bytes`: closed segments
+        beyond this are deleted, oldest first. `sync`: fsync each write. Raises CaptureError where
+        the path cannot be written.
         """
         text = os.fspath(path)
         self._path = Path(path)
@@ -65,6 +68,7 @@ class CaptureWriter:
         self._segment_bytes = segment_bytes
         self._keep_bytes = keep_bytes
         self._sync = sync
+        self._redact = redact
         self._encoder = TapeEncoder()
         self._header: Header | None = None
         self._segment = 0
@@ -92,9 +96,13 @@ class CaptureWriter:
         return self._lost > 0 or (self._folder and self.position >= self._segment_bytes)
 
     def write(self, records: list[Record]) -> None:
-        """Put records on tape in one write. Never raises."""
+        """Put records on tape in one write. Raises nothing but what `redact` does; what it has not
+        taken is on no tape.
+        """
         if self._file < 0:
             return
+        if self._redact is not None:
+            records = [self._redact(record) for record in records]
         if self._header is None:
             self._header = next((it for it in records if isinstance(it, Header)), None)
         if self.checkpoint_due:

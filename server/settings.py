@@ -59,6 +59,9 @@ class Settings:
     host: str = _setting("127.0.0.1", "address to listen on")
     port: int = _setting(8080, "port to listen on; 0 takes a free one")
     capture: str | None = _setting(None, "tape: a file, or a folder of segments; none without it")
+    capture_redact: bool = _setting(
+        False, "leave what users said out of the tape: it folds and plans, and runs no model again"
+    )
     adapter: Texts = _setting(  # noqa: RUF009
         NO_TEXTS, "NAME=FOLDER: a LoRA adapter as mlx_lm.lora wrote it, asked for as model NAME"
     )

@@ -11,15 +11,16 @@ from typing import Any
 import jsonschema
 import msgspec
 import pytest
+from attrs import evolve
 from msgspec import structs
 
 from replay import schema
 from replay.cli import main
 from replay.errors import Unusable
-from replay.pseudonyms import Pseudonyms, without_folders
 from replay.reader import Tape
 from replay.redact import redact
 from replay.run import CLEAN, DIVERGED, PLAN, TORN, UNUSABLE, Options, Outcome, replay
+from server.redaction.pseudonyms import Pseudonyms, without_folders
 from statemachine import events as ev
 from statemachine import records as rec
 from statemachine.codec import TapeEncoder, decode_state
@@ -33,7 +34,7 @@ from statemachine.tags import root_key
 
 from .faults.catalogue import ALL
 from .faults.fault import Fault
-from .faults.loads import FAKE
+from .faults.loads import DRAFTS, FAKE
 from .faults.runner import record as play
 from .follow import AHEAD, GUESSING, Letters, random_load
 from .sim import POLICY, SMALL, Sim
@@ -181,9 +182,11 @@ def test_random_loads_fold_and_plan_as_before(tmp_path: Path, seed: int, policy:
     assert essence(before) == essence(after)
 
 
-@pytest.mark.parametrize(
-    "fault", [it for it in ALL if it.load.kernel == FAKE], ids=lambda fault: fault.name
-)
+FAKE_ALONE = [it for it in ALL if it.load.kernel == FAKE and not it.load.draft]
+"""Faults of one model's cache: guesses of a draft model are not redacted."""
+
+
+@pytest.mark.parametrize("fault", FAKE_ALONE, ids=lambda fault: fault.name)
 def test_each_fault_is_found_at_the_same_place_of_the_redacted_tape(
     tmp_path: Path, fault: Fault
 ) -> None:
@@ -194,6 +197,13 @@ def test_each_fault_is_found_at_the_same_place_of_the_redacted_tape(
     assert essence(before)[:2] == essence(after)[:2]
     hints = [[it for it in outcome.notes if "row that stands" in it] for outcome in (before, after)]
     assert hints[0] == hints[1]
+
+
+def test_a_tape_of_a_draft_model_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
+    play(evolve(DRAFTS, draft=3, draft_blocks=50), tmp_path / "tape")
+    with pytest.raises(Unusable, match="give away a tape of a server without --draft-model"):
+        redact(str(tmp_path / "tape"), str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_golden_tapes_are_told_apart_as_before(tmp_path: Path) -> None:

@@ -14,8 +14,9 @@ from collections.abc import Iterable
 from functools import lru_cache
 from hashlib import blake2b
 
-from server.submission import CANCELLED, ERROR, LENGTH, STOP
 from statemachine.events import Namespace
+
+from ..submission import CANCELLED, ERROR, LENGTH, STOP
 
 KEY_BYTES = 32
 ROOTS_KEPT = 1024

@@ -23,10 +23,18 @@ from statemachine.state import State, new_state
 from statemachine.tags import PAD, UNWRITTEN, row_tag, sequence_tags
 from statemachine.transitions import apply
 
-from .errors import Unusable
 from .pseudonyms import Pseudonyms, without_folders
 from .redacted_state import end_of, entry_tags, key_of_block, last_row, redacted_state, row_at
-from .soundness import require_sound
+
+Check = Callable[[State, int], None]
+
+
+class NotRedactable(Exception):
+    """What this version cannot redact; one sentence."""
+
+
+def _trust(state: State, step: int) -> None:
+    """The states of a run of our own."""
 
 
 class _Piece(Struct, frozen=True):
@@ -46,9 +54,11 @@ class _Asked(Struct, frozen=True):
 class Redactor:
     """See the module. stopped: why no record can follow; "" while one can."""
 
-    def __init__(self, names: Pseudonyms) -> None:
+    def __init__(self, names: Pseudonyms, check: Check = _trust) -> None:
+        """check: raises what it likes about a checkpoint's state that nothing leads to."""
         self.stopped = ""
         self._names = names
+        self._check = check
         self._state: State | None = None
         self._new: State | None = None
         self._fresh = True
@@ -58,24 +68,26 @@ class Redactor:
         self._found = False
 
     def feed(self, record: Record) -> Record:
-        """The next record, redacted. Raises Unusable for what this version cannot redact."""
+        """The next record, redacted. Raises NotRedactable for what this version cannot redact."""
         handler = _RECORDS.get(type(record))
         if handler is None:
-            raise Unusable(f"this version does not know how a {type(record).__name__} is redacted")
+            raise NotRedactable(
+                f"this version does not know how a {type(record).__name__} is redacted"
+            )
         redacted: Record = handler(self, record)
         return redacted
 
     @property
     def _states(self) -> tuple[State, State]:
         if self._state is None or self._new is None:
-            raise Unusable("the tape does not begin with a header and a state")
+            raise NotRedactable("the tape does not begin with a header and a state")
         return self._state, self._new
 
     def _header(self, record: Header) -> Header:
         if record.redacted:
-            raise Unusable("the tape is redacted already")
+            raise NotRedactable("the tape is redacted already")
         if record.draft is not None:
-            raise Unusable(
+            raise NotRedactable(
                 "the tape has a draft model's pool, whose guesses this version cannot redact: "
                 "give away a tape of a server without --draft-model"
             )
@@ -83,7 +95,7 @@ class Redactor:
             try:
                 self._state = self._new = new_state(record.geometry)
             except ValueError as error:
-                raise Unusable(f"the tape's header makes no sense: {error}") from error
+                raise NotRedactable(f"the tape's header makes no sense: {error}") from error
         return structs.replace(
             record,
             redacted=True,
@@ -100,10 +112,10 @@ class Redactor:
         try:
             state = decode_state(record.state)
         except CodecError as error:
-            raise Unusable(f"the checkpoint after step {record.step}: {error}") from error
+            raise NotRedactable(f"the checkpoint after step {record.step}: {error}") from error
         begin = self._fresh or self._lost
         if begin:
-            require_sound(state, record.step)
+            self._check(state, record.step)
             self._asked = {it.arrived.request: _asked(it.arrived) for it in record.requests}
         new = self._states[1]
         if begin or state.digest != self._states[0].digest:
@@ -265,7 +277,7 @@ class Redactor:
             handler = _EVENTS.get(type(event))
             if handler is None:
                 name = type(event).__name__
-                raise Unusable(f"this version does not know how a {name} is redacted")
+                raise NotRedactable(f"this version does not know how a {name} is redacted")
             renamed: Event = handler(self, event)
             redacted.append(renamed)
             if self.stopped:
