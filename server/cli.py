@@ -20,7 +20,7 @@ import attrs
 from kernel.errors import KernelError
 from kernel.tokenizer import Tokenizer
 
-from . import families_command, terminal
+from . import families_command, garbage, terminal
 from .adapters import named_path
 from .api import Engine, RunningEngine
 from .capture import CaptureError
@@ -96,6 +96,7 @@ def _serve(settings: Settings, build: Build) -> int:
         engine, tokenizer = build(settings, _tell)
         try:
             app = create_app(engine, tokenizer, settings.model, settings)
+            garbage.settle()
             host, port = listen(listener)
             shown = f"[{host}]" if ":" in host else host
             scheme = "http" if settings.tls_cert is None else "https"

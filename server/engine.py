@@ -28,6 +28,7 @@ from .adapters import Adapter, Shelf
 from .admission import capacity_tokens, check_pool, refuse
 from .counters import Counters
 from .errands import Errands, Made
+from .garbage import IDLE_S, tidy
 from .kept import KeptBlocks
 from .loop import Arrival, Input, Loop, Parts
 from .policy import Policy
@@ -354,19 +355,22 @@ class Engine:
 
     def _run(self) -> None:
         loop = self._opened_loop()
+        tidied = False
         while not loop.broken:
             with self._wake:
-                self._wake.wait_for(
-                    lambda: (
-                        self._stopping
-                        or (self._inbox and _is_ready(self._inbox[0]))
-                        or self._errands
-                        or loop.busy
-                    )
-                )
+                came = self._wake.wait_for(self._is_due, None if tidied else IDLE_S)
                 if self._stopping:
                     return
-            self.step()
+            if came:
+                self.step()
+            else:
+                tidy()
+            tidied = not came
+
+    def _is_due(self) -> bool:
+        """Whether the thread has anything to do."""
+        ready = bool(self._inbox) and _is_ready(self._inbox[0])
+        return self._stopping or ready or bool(self._errands) or self._opened_loop().busy
 
     def _finish(self, reason: str, said: str) -> None:
         """End every request and the tape; no submission gets in after it."""
