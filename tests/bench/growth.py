@@ -29,6 +29,7 @@ POLICY = Policy(
     max_batch_tokens=16_384, max_running=ROWS, prefill_chunk=8192, context_tokens=16_384
 )
 BLOCK = 16
+MILLION = 1 << 20
 CACHED_BLOCKS_AT_ONCE = 512
 """Blocks of each prompt that fills the index."""
 PROFILED_STEPS = 300
@@ -36,11 +37,11 @@ PROFILED_LINES = 12
 
 
 def curves(table: Table) -> None:
-    """All curves. Filling an index of 256k blocks takes some ten seconds."""
+    """All curves. Filling an index of a million blocks takes a minute."""
     grow(table, "queued requests", (10, 100, 1000, 10_000), _queued)
-    grow(table, "blocks in the pool", (1024, 4096, 16_384, 65_536, 262_144), _pool)
-    grow(table, "published blocks, none free", (1024, 4096, 16_384, 65_536, 262_144), _published)
-    grow(table, "running rows", (1, 4, 16, 64), _running)
+    grow(table, "blocks in the pool", (1024, 4096, 16_384, 65_536, 262_144, MILLION), _pool)
+    grow(table, "published blocks, none free", (1024, 16_384, 262_144, MILLION), _published)
+    grow(table, "running rows", (1, 4, 16, 64, 256), _running)
     grow(table, "tokens of context", (128, 512, 2048, 8192), _context)
 
 
