@@ -62,7 +62,10 @@ BROKEN: dict[str, Change] = {
     "a part is left out": ("int parts = width / PART,", "int parts = width / PART - 1,"),
     "rows are counted short": ("t * 8 + m >= count)", "t * 8 + m >= count - 1)"),
     "a pair is turned backwards": ("* across - high * along;", "* across + high * along;"),
-    "the gate and what it lets through are mixed up": ("(half ? features : 0)", "(half ? 0 : features)"),
+    "the gate and what it lets through are mixed up": (
+        "(half ? features : 0)",
+        "(half ? 0 : features)",
+    ),
     "what a layer was given is forgotten": (
         "narrow<T>(low + float(base[to]))",
         "narrow<T>(low)",
