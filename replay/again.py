@@ -239,7 +239,8 @@ def run_again(inputs: Inputs, kernel: Kernel | None = None) -> list[Record]:
     there is nothing that the fake kernel could run.
     """
     from server.logs import no_logs
-    from server.loop import Loop, Parts
+    from server.loop import Loop
+    from server.parts import Parts
 
     header, policy = inputs.header, policy_of(inputs.header)
     texts = iter(_texts(inputs))
@@ -258,7 +259,7 @@ def run_again(inputs: Inputs, kernel: Kernel | None = None) -> list[Record]:
 
 def _drive(loop: Any, inputs: Inputs) -> None:
     """Step a loop, with the inputs before the steps that saw them; sooner where it has no work."""
-    from server.loop import Arrival
+    from server.parts import Arrival
 
     due = sorted(inputs.given, key=lambda pair: pair[0])
     place, turns = 0, 0

@@ -28,7 +28,7 @@ from .draft_build import draft_parts, load_draft
 from .engine import Engine
 from .kept import KeptBlocks, check_storable
 from .kept_file import StoreError
-from .loop import Parts
+from .parts import Parts
 from .policy import Policy
 from .prefix_store import PrefixStore
 from .redaction.live import LiveRedactor

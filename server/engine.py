@@ -30,7 +30,8 @@ from .counters import Counters
 from .errands import Errands, Made
 from .garbage import IDLE_S, tidy
 from .kept import KeptBlocks
-from .loop import Arrival, Input, Loop, Parts
+from .loop import Loop
+from .parts import Arrival, Input, Parts
 from .policy import Policy
 from .prefix_store import Read
 from .submission import (

@@ -14,7 +14,7 @@ import pytest
 from kernel.fake import FakeKernel
 from server.engine import Engine
 from server.http.app import create_app
-from server.loop import Parts
+from server.parts import Parts
 from server.policy import Policy
 from server.settings import Settings
 from statemachine.geometry import Geometry, Group

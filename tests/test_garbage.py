@@ -13,7 +13,7 @@ from kernel.fake import FakeKernel
 from server import engine as engine_module
 from server import garbage
 from server.engine import Engine
-from server.loop import Parts
+from server.parts import Parts
 from server.submission import Submission
 from statemachine.records import Parameters
 

@@ -20,7 +20,7 @@ from replay.run import CLEAN, Options, replay
 from server import scheduler
 from server.capture import CaptureWriter
 from server.engine import Engine
-from server.loop import Parts
+from server.parts import Parts
 from server.policy import Policy
 from server.submission import Submission, Update
 from server.view import View, initial

@@ -13,7 +13,7 @@ from mlx_lm.models.cache import BatchKVCache, KVCache
 from kernel.model_kernel import ModelKernel
 from kernel.weights import LoadedModel
 from server.engine import Engine
-from server.loop import Parts
+from server.parts import Parts
 from server.policy import Policy
 from server.submission import Submission, Update
 from statemachine.geometry import Geometry, Group
