@@ -35,6 +35,8 @@ from .words import plural
 ON = ("on", "true", "yes", "1")
 OFF = ("off", "false", "no", "0")
 NUM_BLOCKS = "num_blocks"
+NUM_SLOTS = "num_slots"
+SIZES = (NUM_BLOCKS, NUM_SLOTS)
 
 _NEEDS = {
     "prefix_cache": "share",
@@ -86,13 +88,13 @@ def settings(header: Header, given: Iterable[str]) -> tuple[Policy, Geometry]:
         name = name.strip().replace("-", "_")
         if not equals:
             raise Unusable(f"--set {text} has no value: write --set {name}=VALUE")
-        if name == NUM_BLOCKS:
-            geometry = _resized(geometry, value)
+        if name in SIZES:
+            geometry = _resized(geometry, name, value)
         elif name in Policy.__struct_fields__:
             changes[name] = _value(name, value.strip(), getattr(policy, name))
             _require_able(header, name, changes[name])
         else:
-            known = ", ".join((*Policy.__struct_fields__, NUM_BLOCKS))
+            known = ", ".join((*Policy.__struct_fields__, *SIZES))
             raise Unusable(f"there is no setting {name!r} to try; there are {known}")
     policy = structs.replace(policy, **changes)
     try:
@@ -116,21 +118,26 @@ def _value(name: str, text: str, like: object) -> object:
     return text
 
 
-def _resized(geometry: Geometry, text: str) -> Geometry:
-    """Pools of other sizes: one number for all groups that hold blocks, or one for each."""
-    sizes = [part.strip() for part in text.split(",")]
-    paged = sum(group.paged for group in geometry.groups)
-    if not all(size.isdecimal() for size in sizes) or len(sizes) not in (1, paged):
+def _resized(geometry: Geometry, name: str, text: str) -> Geometry:
+    """Pools of other sizes: one number for all groups that hold blocks (or slots), or one each."""
+    sizes, mine = [part.strip() for part in text.split(",")], _sized(geometry, name)
+    if not mine:
+        raise Unusable(f"{name} cannot be tried with this model: no group of it holds any")
+    if not all(size.isdecimal() for size in sizes) or len(sizes) not in (1, len(mine)):
         raise Unusable(
-            f"{NUM_BLOCKS} is a whole number, or {paged} of them with commas (one for each group "
-            f"that holds blocks), not {text!r}"
+            f"{name} is a whole number, or {len(mine)} of them with commas (one for each group "
+            f"that holds them), not {text!r}"
         )
-    left = iter(sizes * paged if len(sizes) == 1 else sizes)
-    groups = tuple(
-        structs.replace(group, num_blocks=int(next(left))) if group.paged else group
-        for group in geometry.groups
-    )
-    return structs.replace(geometry, groups=groups)
+    groups = list(geometry.groups)
+    for number, size in zip(mine, sizes if len(sizes) > 1 else sizes * len(mine), strict=True):
+        groups[number] = structs.replace(groups[number], num_blocks=int(size))
+    return structs.replace(geometry, groups=tuple(groups))
+
+
+def _sized(geometry: Geometry, name: str) -> list[int]:
+    """The groups whose size is said by this setting."""
+    slots = name == NUM_SLOTS
+    return [at for at, it in enumerate(geometry.groups) if it.paged and it.recurrent == slots]
 
 
 def _require_able(header: Header, name: str, value: object) -> None:
@@ -156,7 +163,7 @@ def what_if(path: str, given: Iterable[str]) -> WhatIfReport:
         policy, geometry = settings(recorded.header, given)
         if recorded.start is not None and geometry != recorded.header.geometry:
             raise Unusable(
-                "the tape begins in the middle of a run, with blocks in use: another num_blocks "
+                "the tape begins in the middle of a run, with blocks in use: pools of other sizes "
                 "cannot be tried on it; give a tape from the server's start"
             )
         run = Resched(recorded, policy, geometry)
@@ -194,12 +201,12 @@ def _changes(header: Header, policy: Policy, geometry: Geometry) -> tuple[Change
     pairs = [
         (name, getattr(recorded, name), getattr(policy, name)) for name in structs.asdict(policy)
     ]
-    pairs.append((NUM_BLOCKS, _blocks(header.geometry), _blocks(geometry)))
+    pairs += [(name, _size(header.geometry, name), _size(geometry, name)) for name in SIZES]
     return tuple(Change(name, _shown(was), _shown(now)) for name, was, now in pairs if was != now)
 
 
-def _blocks(geometry: Geometry) -> str:
-    return ",".join(str(group.num_blocks) for group in geometry.groups if group.paged)
+def _size(geometry: Geometry, name: str) -> str:
+    return ",".join(str(geometry.groups[at].num_blocks) for at in _sized(geometry, name))
 
 
 def _shown(value: object) -> str:
@@ -233,7 +240,7 @@ def main(arguments: list[str]) -> int:
         prog="replay what-if",
         description="A recorded load under other settings of the scheduler, without a model: "
         "recorded arrivals, cancels and tokens, this version's scheduler.",
-        epilog="settings: " + ", ".join((*Policy.__struct_fields__, NUM_BLOCKS)),
+        epilog="settings: " + ", ".join((*Policy.__struct_fields__, *SIZES)),
     )
     parser.add_argument("tape", metavar="TAPE", help=TAPE_HELP)
     parser.add_argument(

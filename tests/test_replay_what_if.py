@@ -125,6 +125,16 @@ def test_a_larger_pool_preempts_nobody(tmp_path: Path) -> None:
     ]
 
 
+def test_slots_of_states_are_said_by_the_name_that_a_server_gives_them(tmp_path: Path) -> None:
+    states = Geometry(4, (Group(num_blocks=48), Group("recurrent", num_blocks=3)))
+    records = served(states, structs.replace(POLICY, lookahead=False)).capture.records
+    blocks = report_of(tmp_path, records, "num_blocks=60")
+    assert [it.num_blocks for it in blocks.tried.pool] == [60, 3]
+    slots = report_of(tmp_path, records, "num_slots=30")
+    assert [it.num_blocks for it in slots.tried.pool] == [48, 30]
+    assert [(it.name, it.recorded, it.tried) for it in slots.changes] == [("num_slots", "3", "30")]
+
+
 def test_answers_stay_as_recorded_whatever_is_tried(tmp_path: Path) -> None:
     sim = served()
     report = report_of(
@@ -181,6 +191,7 @@ def test_nothing_behind_a_gap_is_run(tmp_path: Path) -> None:
         ("max_running=0", "these settings cannot be tried: max_running must be at least 1"),
         ("lookahead=maybe", "lookahead is on or off, not 'maybe'"),
         ("num_blocks=1,2", "num_blocks is a whole number, or 1 of them with commas"),
+        ("num_slots=9", "num_slots cannot be tried with this model: no group of it holds any"),
         ("num_blocks=0", "these settings cannot be tried: group 0: num_blocks must be at least 1"),
         ("scheduling=lifo", "these settings cannot be tried: scheduling must be fcfs or priority"),
     ],
