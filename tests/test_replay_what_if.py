@@ -65,8 +65,8 @@ def test_under_the_recorded_settings_every_decision_is_the_recorded_one(
     compared = 0
     for seed in range(first, first + 14):
         load = random_load(seed)
-        if load.poison:
-            continue  # of steps that fail nothing is run again
+        if load.poison or load.draft:
+            continue  # of steps that fail, and of what a draft model said, nothing is run again
         load = attrs.evolve(load, fail={}, full_disk={})
         path = tmp_path / f"{seed}{'' if load.segment_bytes else '.log'}"
         play(load, path)
@@ -78,7 +78,7 @@ def test_under_the_recorded_settings_every_decision_is_the_recorded_one(
 
 def test_a_tape_from_the_middle_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     compared = 0
-    for seed in (32, 55):
+    for seed in (54, 55):
         load = attrs.evolve(random_load(seed), fail={}, full_disk={}, segment_bytes=1000)
         play(load, tmp_path / f"{seed}")
         whole = str(tmp_path / f"{seed}")
