@@ -10,7 +10,11 @@ from .content import extend, retract
 from .draft import Draft
 from .errors import InvariantBroken
 from .events import NO_BLOCK
+from .geometry import has_state
 from .sequence import NO_TOKEN, Sequence, keeps_state, window_start, written_rows
+
+NEVER = -1
+"""No step."""
 
 
 def committed(draft: Draft, event: ev.Committed) -> None:
@@ -64,12 +68,25 @@ def _cut(draft: Draft, old: Sequence, rows: int) -> Sequence:
 
 def _require_state(draft: Draft, old: Sequence, rows: int) -> None:
     """Each recurrent group holds the state that stands behind the sequence without `rows` rows."""
+    if not has_state(draft.geometry):
+        return
     left, sure_step = old.offset - rows, max(draft.written_step, draft.issued_step - 1)
+    if _shares_state(draft, old):
+        sure_step = NEVER  # another sequence, whose rows they are, goes through with that step
     if not keeps_state(draft.geometry, old, sure_step, left):
         raise InvariantBroken(
             f"no slot holds the state of sequence {old.id} behind {left} rows: {rows} cannot be "
             "taken back"
         )
+
+
+def _shares_state(draft: Draft, old: Sequence) -> bool:
+    """Whether the slot of its last row is also another's."""
+    for table, (group, spec) in zip(old.tables, enumerate(draft.geometry.groups), strict=True):
+        record = draft.block(group, table[-1]) if spec.recurrent and table else None
+        if record is not None and record.refs > 1:
+            return True
+    return False
 
 
 def trimmed(draft: Draft, event: ev.Trimmed) -> None:

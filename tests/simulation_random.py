@@ -38,7 +38,7 @@ def random_load(seed: int) -> Load:
     chance = random.Random(seed)
     heavy = chance.random() < 0.2
     policy = _policy(chance, heavy)
-    geometry = _geometry(chance, heavy)
+    geometry = _with_states(random.Random(f"states {seed}"), _geometry(chance, heavy), heavy)
     if has_state(geometry):
         policy = structs.replace(policy, **WITH_STATES)
     geometry = roomy(geometry, policy)
@@ -104,11 +104,17 @@ def _geometry(chance: random.Random, heavy: bool) -> Geometry:
         groups += (Group(kind="window", window=window, sink=sink, num_blocks=blocks),)
         if chance.random() < 0.3:
             groups = groups[::-1]
-    if chance.random() < (0.3 if heavy else 0.12):
-        slots = Group(kind="recurrent", num_blocks=chance.choice([3, 4, 9, 70]))
-        groups = chance.choice([(slots,), (*groups, slots), (*groups, slots), (slots, *groups)])
     hashing = "constant" if chance.random() < 0.05 else "xxh3"
     return Geometry(block_size=size, groups=groups, hash=hashing)
+
+
+def _with_states(chance: random.Random, geometry: Geometry, heavy: bool) -> Geometry:
+    """Sometimes with a recurrent group, also with nothing else."""
+    if chance.random() > (0.3 if heavy else 0.12):
+        return geometry
+    slots, groups = Group("recurrent", chance.choice([3, 4, 9, 70])), geometry.groups
+    groups = chance.choice([(slots,), (*groups, slots), (*groups, slots), (slots, *groups)])
+    return structs.replace(geometry, groups=groups)
 
 
 def _policy(chance: random.Random, heavy: bool) -> Policy:

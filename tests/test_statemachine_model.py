@@ -245,6 +245,8 @@ class CacheMachine(Driver, RuleBasedStateMachine):
         """A slot is at a held block's edge, or was not written since the newest step."""
         sure = max(self.state.written_step, self.state.issued_step - 1)
         size = self.state.geometry.block_size
+        if self.model.refs(group)[mine.tables[group][-1]] > 1:
+            sure = -1
         edge = rows % size == 0 and (not rows or mine.tables[group][rows // size - 1] != -1)
         return edge or rows == mine.written(sure)
 
