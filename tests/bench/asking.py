@@ -111,7 +111,7 @@ class Asker:
                 else:
                     await _read(response, answer)
         except httpx.HTTPError as error:
-            answer.failure = f"the connection broke: {error or type(error).__name__}"
+            answer.failure = f"the connection broke: {str(error) or type(error).__name__}"
         answer.ended_s = time.perf_counter()
         return answer
 

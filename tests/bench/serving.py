@@ -209,10 +209,12 @@ def _line(row: Row) -> str:
     assert found is not None
     first = f"{found.first_ms:,.0f} ({found.first_p95_ms:,.0f})"
     between = f"{found.between_ms:,.1f} ({found.between_p95_ms:,.0f})"
+    # What was given up has no usage, and what never decoded together no rate of that.
+    decode = f"{found.decode_rate:.1f}" if found.decode_rate else "-"
+    prompt = f"{found.prompt_rate:.0f}" if found.prompt_tokens else "-"
     line = (
-        f"  {row.server:<27}{found.output_rate:>8.1f}{found.decode_rate:>8.1f}"
-        f"{found.prompt_rate:>8.0f}{first:>16}{between:>20}{row.memory_mb:>8,.0f}"
-        f"{row.ratio:>7.2f}x"
+        f"  {row.server:<27}{found.output_rate:>8.1f}{decode:>8}{prompt:>8}{first:>16}"
+        f"{between:>20}{row.memory_mb:>8,.0f}{row.ratio:>7.2f}x"
     )
     return "\n".join([line, *(f"    {note}" for note in row.notes)])
 
