@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from statemachine import events as ev
 from statemachine.events import Event
+from statemachine.geometry import RECURRENT
 from statemachine.records import Checkpoint, Record, StepDone, StepFailed, StepPlanned
 from statemachine.state import NO_ENTRY
 
@@ -39,7 +40,8 @@ class Stretch(Struct):
 class BlockReport(Struct, frozen=True):
     """What `replay show TAPE --block ID --json` prints.
 
-    status: held, cached or free where the tape ends; holders: the sequences that hold it then.
+    kind: the group's; a block of a recurrent one is a slot. status: held, cached or free where the
+    tape ends; holders: the sequences that hold it then.
     broken: why the tape cannot be followed to its end, "" where it can.
     """
 
@@ -47,6 +49,7 @@ class BlockReport(Struct, frozen=True):
     path: str
     block: int
     group: int
+    kind: str
     block_size: int
     status: str
     holders: tuple[int, ...]
@@ -88,7 +91,8 @@ class BlockLife:
         groups = self.following.state.geometry.groups
         if self.group >= len(groups) or not groups[self.group].paged:
             paged = self.following.state.paged_groups()
-            raise Unusable(f"there is no group {self.group} with blocks: there is {ranges(paged)}")
+            there = f"there is {ranges(paged)}" if paged else "this model keeps its own caches"
+            raise Unusable(f"there is no group {self.group} with blocks: {there}")
         if self.block >= groups[self.group].num_blocks:
             last = groups[self.group].num_blocks - 1
             raise Unusable(f"group {self.group} has no block {self.block}: its last is {last}")
@@ -204,6 +208,7 @@ class BlockLife:
             path=path,
             block=self.block,
             group=self.group,
+            kind=state.geometry.groups[self.group].kind,
             block_size=state.geometry.block_size,
             status=status,
             holders=tuple(self._places),
@@ -222,7 +227,10 @@ def block_of(path: str, records: Iterable[Record], block: int, group: int) -> Bl
 
 def block_lines(report: BlockReport) -> Iterator[str]:
     """The story as text."""
-    where = f"block {report.block} of group {report.group} ({plural(report.block_size, 'row')})"
+    holds = plural(report.block_size, "row")
+    if report.kind == RECURRENT:
+        holds = "a slot of one state"
+    where = f"block {report.block} of group {report.group} ({holds})"
     now = report.status
     if report.holders:
         now += f" by {'sequence' if len(report.holders) == 1 else 'sequences'} "

@@ -41,8 +41,8 @@ def moment_lines(report: MomentReport, geometry: Geometry) -> Iterator[str]:
             f"{pool.published} published"
         )
         yield from map_lines(pool, letters)
-    if report.pools:
-        yield from textwrap.wrap(f"({legend(report.pools[0])})", 100)
+    for said in dict.fromkeys(map(legend, report.pools)):
+        yield from textwrap.wrap(f"({said})", 100)
     yield ""
     yield from _standing_lines(report, letters)
     yield from _waiting_lines(report)

@@ -52,9 +52,12 @@ class PrefixCounts(Struct, frozen=True):
 
 
 class GroupUse(Struct, frozen=True):
-    """The most blocks of a group held at once, first in `step`; used_most: cached ones included."""
+    """The most blocks of a group (or slots, of a recurrent one) held at once, first in `step`;
+    used_most: cached ones included.
+    """
 
     group: int
+    kind: str
     num_blocks: int
     held_most: int
     step: int
@@ -135,9 +138,11 @@ def report_of(
         answer_tokens=counts.answer_tokens,
         prefix=_prefix(tally),
         pool=tuple(
-            GroupUse(number, header.geometry.groups[number].num_blocks, it.held, it.step, it.used)
-            for number, it in enumerate(cache.peaks)
-            if header.geometry.groups[number].paged
+            GroupUse(number, spec.kind, spec.num_blocks, it.held, it.step, it.used)
+            for number, (spec, it) in enumerate(
+                zip(header.geometry.groups, cache.peaks, strict=True)
+            )
+            if spec.paged
         ),
         steps=StepCounts(
             counts.planned,

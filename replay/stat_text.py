@@ -5,6 +5,8 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Mapping
 
+from statemachine.geometry import RECURRENT
+
 from .spread import Percentiles
 from .stat import PrefixCounts, StatReport, rate
 from .tally import WHOLE
@@ -37,9 +39,10 @@ def _lines(report: StatReport) -> Iterator[tuple[str, str]]:
     yield from _prefix_lines(report.prefix)
     for use in report.pool:
         share = f"{use.held_most / use.num_blocks:.0%}"
+        what = "slots" if use.kind == RECURRENT else "blocks"
         yield (
             "pool" if use.group == 0 else "",
-            f"group {use.group}: {use.held_most} of {use.num_blocks} blocks ({share}) held at "
+            f"group {use.group}: {use.held_most} of {use.num_blocks} {what} ({share}) held at "
             f"most, in step {use.step}; {use.used_most} with what is kept for later prompts",
         )
     yield "", f"{plural(requests.preemptions, 'preemption')}, {rows.again} rows computed again"

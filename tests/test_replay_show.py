@@ -356,4 +356,24 @@ def test_a_group_of_a_models_own_caches_has_no_map(
     assert not any(line.startswith("pool") for line in lines)
     assert any("offset 4 (4 committed)" in line for line in lines)
     assert main(["show", tape, "--block", "0"]) == 2
-    assert "no group 0 with blocks" in capsys.readouterr().err
+    said = "replay: there is no group 0 with blocks: this model keeps its own caches\n"
+    assert capsys.readouterr().err == said
+
+
+def test_a_slot_is_told_as_one_and_each_map_has_its_own_legend(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    big = Geometry(4, (Group(num_blocks=4096), Group("recurrent", num_blocks=8)))
+    rows = Appended(0, 1, 4, (1, 2, 3, 4), ((0,), (0,)), "prompt")
+    tape = write(tmp_path, [header(big, POLICY), StepPlanned(1, (Opened(0), rows), 0)])
+    told = " ".join(shown(capsys, tape, "--at", "1"))
+    assert "group 1, recurrent, 8 slots of one state: 1 held" in told
+    assert "(2 blocks a letter: O all held" in told
+    assert "(one letter a block: " in told
+    first = shown(capsys, tape, "--block", "0", "--group", "1")[0]
+    assert (
+        first == f"block 0 of group 1 (a slot of one state) of {tape}: held by sequence 0 where "
+        "the tape ends"
+    )
+    assert main(["stat", tape]) == 0
+    assert "group 1: 1 of 8 slots (12%) held at most, in step 1" in capsys.readouterr().out
