@@ -109,7 +109,7 @@ def check_pool(geometry: Geometry, policy: Policy) -> None:
         if group.recurrent and group.num_blocks < SLOTS_MIN:
             raise ValueError(
                 f"group {number} has {group.num_blocks} slots, but a request takes up to "
-                f"{SLOTS_MIN}: give it more"
+                f"{SLOTS_MIN}: give it more with num_slots"
             )
         if not group.moves or group.recurrent:
             continue
