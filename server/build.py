@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from kernel.adapters import Adapters
     from kernel.batch import Kernel
     from kernel.families import Family
+    from kernel.layout import Layout
     from kernel.weights import LoadedModel
 
 OFF = "off"
@@ -185,51 +186,79 @@ def _kernel_of(
 
     beside: bytes that another model's pool takes for each block.
     """
+    from kernel.quantised import identity_of, quantised
+
+    layout, bits = family.layout, settings.kv_bits or 0
+    identity = identity_of(loaded.digests["weights"], bits)
+    if layout is not None:
+        layout = quantised(layout, bits) if bits else layout
+        return _over_pages(settings, loaded, layout, identity, adapters, tell, beside)
+    given = (settings.num_blocks, settings.num_slots, settings.kv_memory, settings.kv_bits)
+    if any(it is not None for it in given):
+        raise SettingsError(
+            f"{family.reason}: there is no pool, so leave num_blocks, num_slots, kv_memory and "
+            "kv_bits out"
+        )
+    return _over_its_own_caches(settings, loaded, family, identity, adapters, tell)
+
+
+def _over_pages(
+    settings: Settings,
+    loaded: LoadedModel,
+    layout: Layout,
+    identity: str,
+    adapters: Adapters,
+    tell: Progress,
+    beside: int,
+) -> tuple[Geometry, Callable[[], Kernel]]:
     from kernel.grammar import Grammars
     from kernel.model_kernel import ModelKernel
-    from kernel.model_owned import ModelOwnedKernel
-    from kernel.quantised import identity_of, quantised
 
     from .pool_size import pool_blocks, pool_slots
 
-    layout, bits = family.layout, settings.kv_bits or 0
-    size, identity = settings.block_size, identity_of(loaded.digests["weights"], bits)
-    if layout is not None:
-        layout = quantised(layout, bits) if bits else layout
-        blocks, each = pool_blocks(settings, layout, beside)
-        slots = pool_slots(settings, layout)
-        pool = Geometry(size, layout.groups(blocks, slots), identity)
+    size = settings.block_size
+    blocks, each = pool_blocks(settings, layout, beside)
+    slots = pool_slots(settings, layout)
+    pool = Geometry(size, layout.groups(blocks, slots), identity)
 
-        def over_pages() -> Kernel:
-            if blocks:
-                kib = each / 1024
-                tell(f"making a pool of {blocks} blocks of {size} tokens, {kib:.4g} KiB each")
-            if slots:
-                kib = layout.slot_bytes / 1024
-                tell(f"making {slots} slots of one state, {kib:.4g} KiB each")
-            masks = Grammars(loaded.tokenizer)
-            return ModelKernel(
-                loaded.model,
-                pool,
-                sanitize=settings.sanitize,
-                masks=masks,
-                layout=layout,
-                adapters=adapters,
-            )
-
-        return pool, over_pages
-    if settings.num_blocks is not None or settings.kv_memory is not None or bits:
-        raise SettingsError(
-            f"{family.reason}: there is no pool, so leave num_blocks, kv_memory and kv_bits out"
+    def make() -> Kernel:
+        if blocks:
+            kib = each / 1024
+            tell(f"making a pool of {blocks} blocks of {size} tokens, {kib:.4g} KiB each")
+        if slots:
+            kib = layout.slot_bytes / 1024
+            tell(f"making {slots} slots of one state, {kib:.4g} KiB each")
+        return ModelKernel(
+            loaded.model,
+            pool,
+            sanitize=settings.sanitize,
+            masks=Grammars(loaded.tokenizer),
+            layout=layout,
+            adapters=adapters,
         )
-    pool = Geometry(size, family.groups(), identity)
 
-    def over_its_own_caches() -> Kernel:
+    return pool, make
+
+
+def _over_its_own_caches(
+    settings: Settings,
+    loaded: LoadedModel,
+    family: Family,
+    identity: str,
+    adapters: Adapters,
+    tell: Progress,
+) -> tuple[Geometry, Callable[[], Kernel]]:
+    from kernel.grammar import Grammars
+    from kernel.model_owned import ModelOwnedKernel
+
+    pool = Geometry(settings.block_size, family.groups(), identity)
+
+    def make() -> Kernel:
         tell(f"{family.reason}: requests run one after the other, and share no prefixes")
         masks = Grammars(loaded.tokenizer)
         return ModelOwnedKernel(loaded.model, pool, masks=masks, adapters=adapters)
 
-    return pool, over_its_own_caches
+    return pool, make
 
 
 def suited(policy: Policy, flags: Flags) -> Policy:
