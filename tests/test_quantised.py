@@ -127,7 +127,7 @@ def test_a_model_over_its_own_caches_has_no_rows_to_quantise(
     monkeypatch.setattr(families, "family_of", lambda _: owned)
     folder = tiny_folder(tmp_path)
     with (
-        pytest.raises(SettingsError, match="leave num_blocks, num_slots, kv_memory and kv_bits out"),
+        pytest.raises(SettingsError, match="leave num_blocks, num_slots, kv_memory and kv_b"),
         serving(folder, kv_bits=8),
     ):
         pass
