@@ -20,9 +20,9 @@ from server.settings import Settings
 from statemachine.geometry import Geometry, Group
 from tests.bench.asking import Answer
 from tests.bench.figures import Figures, figures, median, quantile
-from tests.bench.loads import ASKED, Load, beside, burst, chats, poisson, said, shared, told
+from tests.bench.loads import ASKED, LOADS, Load, beside, burst, chats, poisson, said, shared, told
 from tests.bench.peers import Peer
-from tests.bench.serving import Bench, Measured, as_text, once, rows_of
+from tests.bench.serving import Bench, Measured, as_text, once, rows_of, seed_of
 
 from .fake_engine import FakeEngine, byte_tokenizer
 from .http_server import live_server
@@ -68,8 +68,9 @@ def counts(answers: list[Answer]) -> tuple[int, int, int, int]:
 
 
 def test_a_burst_asks_each_client_once_and_every_token_is_a_piece() -> None:
-    (answers,) = run(burst(3, words=5, tokens=7)).phases.values()
-    drawn = random.Random(1)
+    load = burst(3, words=5, tokens=7)
+    (answers,) = run(load).phases.values()
+    drawn = random.Random(seed_of(load, 1))
     texts = [told(drawn, 5, place) for place in range(3)]
     assert len(set(texts)) == 3
     assert counts(answers) == (sum(len(text) + AROUND for text in texts), 0, 21, 21)
@@ -81,7 +82,7 @@ def test_a_burst_asks_each_client_once_and_every_token_is_a_piece() -> None:
 def test_a_shared_beginning_is_computed_once_cold_and_found_by_all_when_warm() -> None:
     load = shared(3, words=12, tail=4, tokens=2)
     phases = run(load).phases
-    drawn = random.Random(1)
+    drawn = random.Random(seed_of(load, 1))
     beginning = len(f"{ASKED} {said(drawn, 12)}. ")
     tails = [[len(f"0. {said(drawn, 4)}.") for _ in range(3)] for _ in phases]
     whole = (len("<user>") + beginning) // BLOCK * BLOCK
@@ -100,8 +101,9 @@ def test_a_long_prompt_comes_once_all_others_have_begun_to_read() -> None:
 
 
 def test_a_chat_s_turn_says_again_all_that_was_said() -> None:
-    (answers,) = run(chats(clients=1, turns=3, words=4, tokens=5)).phases.values()
-    drawn = random.Random(1_000)
+    load = chats(clients=1, turns=3, words=4, tokens=5)
+    (answers,) = run(load).phases.values()
+    drawn = random.Random(f"{seed_of(load, 1)} 0")
     text, expected = "", []
     for answer in answers:
         text += f"<user>{told(drawn, 4, 0)}\n"
@@ -109,6 +111,13 @@ def test_a_chat_s_turn_says_again_all_that_was_said() -> None:
         text += f"<assistant>{answer.text}\n"
     assert [answer.prompt_tokens for answer in answers] == expected
     assert [answer.tokens for answer in answers] == [5, 5, 5]
+
+
+def test_no_load_and_no_repetition_says_what_another_one_said() -> None:
+    seeds = {seed_of(load, number) for load in LOADS.values() for number in (1, 2)}
+    assert len(seeds) == 2 * len(LOADS)
+    first_words = {told(random.Random(seed), 100, 0)[:40] for seed in seeds}
+    assert len(first_words) == len(seeds)
 
 
 def test_requests_that_come_at_random_do_not_wait_for_each_other() -> None:

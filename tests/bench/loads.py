@@ -1,7 +1,8 @@
 """Loads: who asks what, and when. The same words for every server; no word is drawn twice alike.
 
-Owns the prompts. A load is a function of an asker and a number that makes its words, so that a
-repetition finds nothing in a cache that it should not. It names phases, each a row of its own.
+Owns the prompts. A load is a function of an asker and a seed that makes its words, so that neither
+another load nor a repetition finds in a cache what it should not. It names phases, each a row of
+its own.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Load:
     """
 
     title: str
-    run: Callable[[Asker, int], Awaitable[None]]
+    run: Callable[[Asker, str], Awaitable[None]]
     clients: int
     long: bool = False
 
@@ -62,18 +63,18 @@ def _user(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
-async def _burst(asker: Asker, number: int, *, clients: int, words: int, tokens: int) -> None:
+async def _burst(asker: Asker, seed: str, *, clients: int, words: int, tokens: int) -> None:
     """Clients that ask at once, each something else."""
-    drawn = random.Random(number)
+    drawn = random.Random(seed)
     texts = [told(drawn, words, place) for place in range(clients)]
     await asyncio.gather(*(asker.ask([_user(text)], tokens) for text in texts))
 
 
 async def _shared(
-    asker: Asker, number: int, *, clients: int, words: int, tail: int, tokens: int
+    asker: Asker, seed: str, *, clients: int, words: int, tail: int, tokens: int
 ) -> None:
     """Clients whose prompts begin alike: first nobody knows the beginning, then all ask again."""
-    drawn = random.Random(number)
+    drawn = random.Random(seed)
     beginning = f"{ASKED} {said(drawn, words)}."
     for round_, phase in enumerate(("cold", "warm")):
         places = range(round_ * clients, (round_ + 1) * clients)
@@ -81,9 +82,9 @@ async def _shared(
         await asyncio.gather(*(asker.ask([_user(text)], tokens, phase) for text in texts))
 
 
-async def _beside(asker: Asker, number: int, *, words: int, decoders: int, tokens: int) -> None:
+async def _beside(asker: Asker, seed: str, *, words: int, decoders: int, tokens: int) -> None:
     """A long prompt that comes once some clients have begun to read their answers."""
-    drawn = random.Random(number)
+    drawn = random.Random(seed)
     texts = [told(drawn, PROMPT_WORDS, place) for place in range(decoders)]
     long_one = told(drawn, words, decoders)
     reading = [
@@ -98,12 +99,12 @@ async def _beside(asker: Asker, number: int, *, words: int, decoders: int, token
 
 
 async def _chats(
-    asker: Asker, number: int, *, clients: int, turns: int, words: int, tokens: int
+    asker: Asker, seed: str, *, clients: int, turns: int, words: int, tokens: int
 ) -> None:
     """Chats of several turns, each a client's own; a turn's prompt holds all that was said."""
 
     async def chat(client: int) -> None:
-        drawn = random.Random(number * 1_000 + client)
+        drawn = random.Random(f"{seed} {client}")
         messages: list[Message] = []
         for _ in range(turns):
             messages.append(_user(told(drawn, words, client)))
@@ -114,10 +115,10 @@ async def _chats(
 
 
 async def _poisson(
-    asker: Asker, number: int, *, requests: int, rate: float, words: int, tokens: int
+    asker: Asker, seed: str, *, requests: int, rate: float, words: int, tokens: int
 ) -> None:
     """Requests at random moments, `rate` a second on average, whether or not others ended."""
-    drawn = random.Random(number)
+    drawn = random.Random(seed)
     asked = []
     for place in range(requests):
         text = told(drawn, words, place)

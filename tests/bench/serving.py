@@ -62,13 +62,18 @@ class Measured(Struct):
     cut: bool
 
 
+def seed_of(load: Load, number: int) -> str:
+    """What makes the words of a load's repetition, the same for every server."""
+    return f"{load.title}, {number}"
+
+
 async def once(address: str, model: str, load: Load, number: int, cut_s: float) -> Measured:
     """A load on a server that runs at `address`; its memory is not looked at."""
     async with Asker(address, model) as asker:
         cut = False
         try:
             async with asyncio.timeout(cut_s):
-                await load.run(asker, number)
+                await load.run(asker, seed_of(load, number))
         except TimeoutError:
             cut = True
         phases: dict[str, list[Answer]] = {}
