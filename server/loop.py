@@ -408,7 +408,8 @@ class Loop:
         kept, self._kept = self._kept, None
         if kept is not None:
             kept.close()
-        del self._kernel, self._drafting, kept
+        del self._kernel, kept
+        self._drafting = None
 
     def tell_all(self, reason: str, error: str) -> None:
         """Tell every client that its request is over; for when not even `end` can run."""
