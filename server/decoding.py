@@ -12,12 +12,14 @@ from statemachine import commands
 from statemachine.errors import PoolExhausted
 from statemachine.events import DECODE, DRAFT, LOOKAHEAD, Appended, AppendedEach, Event
 from statemachine.geometry import has_state
+from statemachine.sequence import Sequence
 from statemachine.transitions import apply_all
 
 from .admission import capacity_tokens, limit_tokens
 from .draft import Draft
 from .policy import Policy
 from .speculation import Ngrams, followed_at, index, propose
+from .tokenlog import TokenLog
 from .view import PlannedPiece, RequestState
 
 
@@ -26,11 +28,15 @@ def decoding(draft: Draft) -> list[int]:
     requests, sequences = draft.view.requests, draft.state.sequences
     found = []
     for seq in draft.running:
-        stream, sequence = requests[seq].stream, sequences[seq]
-        one_left = stream.length - sequence.committed == 1 and stream.length > len(stream.prompt)
-        if one_left and not sequence.speculative and not sequence.pads:
+        if is_decoding(requests[seq].stream, sequences[seq]):
             found.append(seq)
     return found
+
+
+def is_decoding(stream: TokenLog, sequence: Sequence) -> bool:
+    """Whether one row is left to issue, and it is an answer's."""
+    one_left = stream.length - sequence.committed == 1 and stream.length > len(stream.prompt)
+    return one_left and not sequence.speculative and not sequence.pads
 
 
 def sampling(draft: Draft) -> list[int]:

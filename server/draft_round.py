@@ -26,6 +26,7 @@ from statemachine.state import State
 from statemachine.transitions import apply_all
 
 from .admission import capacity_tokens, limit_tokens
+from .decoding import is_decoding
 from .draft_pool import DraftPiece, DraftPool, DraftStep, pool_in
 from .policy import DRAFT_TOKENS_MAX, Policy
 from .tokenlog import TokenLog
@@ -96,7 +97,7 @@ def _asking(view: View, policy: Policy) -> dict[int, int]:
     for seq in view.running:
         request: RequestState = requests[seq]
         stream, sequence = request.stream, sequences[seq]
-        if request.guesses is not None or not _is_decoding(stream, sequence):
+        if request.guesses is not None or not is_decoding(stream, sequence):
             continue
         left = limit_tokens(request, capacity) - stream.length
         most = min(policy.draft_tokens, left - 1, spare)
@@ -104,12 +105,6 @@ def _asking(view: View, policy: Policy) -> dict[int, int]:
             wanted[seq] = most
             spare -= most
     return wanted
-
-
-def _is_decoding(stream: TokenLog, sequence: Sequence) -> bool:
-    """Whether one row is left, and an answer: decoding.decoding asks the same."""
-    one_left = stream.length - sequence.committed == 1 and stream.length > len(stream.prompt)
-    return one_left and not sequence.speculative and not sequence.pads
 
 
 def _make_ready(making: _Making, view: View, wanted: Iterable[int]) -> None:

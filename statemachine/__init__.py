@@ -4,6 +4,7 @@
     sequence.py     one sequence: committed, speculative and pad rows, tables, content
     state.py        a pool: sequences, blocks (held, cached, free), prefix index
     commands.py     what is wanted -> events, block ids included; refuses what may not be
+                    (supply.py: which blocks are taken next)
     transitions.py  state + event -> state, by a table of handlers; start here for the rules
                     (lifetime, sharing, appending, column, trimming, publication: the handlers)
     prefix.py       what can be found again; tags.py: what identifies a row

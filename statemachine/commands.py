@@ -9,7 +9,6 @@ least recently used cached ones, whose BlockEvicted events come first.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from collections.abc import Sequence as Many
 
 from . import events as ev
@@ -21,6 +20,7 @@ from .prefix import Hit, adoption_limit, find, walk
 from .prefix import lookup as _lookup
 from .sequence import NO_TOKEN, Sequence, pack, written_rows
 from .state import NO_ENTRY, State
+from .supply import Supply
 from .tags import root_key, row_tag
 from .transitions import apply_all
 
@@ -88,51 +88,6 @@ def adopt(state: State, seq: int, prompt_tokens: tuple[int, ...], hit: Hit | Non
     return (ev.PrefixAdopted(seq, tokens, len(prompt_tokens), found.blocks),)
 
 
-class _Supply:
-    """The blocks of one group in the order in which they are taken, across several appends."""
-
-    def __init__(self, state: State, group: int, spared: frozenset[int] = frozenset()) -> None:
-        """spared: cached blocks that are not evicted."""
-        self._state = state
-        self._group = group
-        self._spared = spared
-        self._blocks = self._walk()
-        self.taken = 0
-        self.evictions: list[ev.BlockEvicted] = []
-
-    def _walk(self) -> Iterator[int]:
-        group = self._state.groups[self._group]
-        for position in range(group.free.head, group.free.tail):
-            block = group.free.items.get(position)
-            if block is not None:
-                yield block
-        yield from range(group.unused, self._state.geometry.groups[self._group].num_blocks)
-        for position in range(group.cached.head, group.cached.tail):
-            block = group.cached.items.get(position)
-            if block is not None and block not in self._spared:
-                entry = self._state.entries[group.blocks[block].entry]
-                self.evictions.append(ev.BlockEvicted(self._group, block, entry.key))
-                yield block
-
-    def take(self, count: int) -> tuple[int, ...]:
-        """The next `count` blocks. Raises PoolExhausted."""
-        blocks: list[int] = []
-        for _ in range(count):
-            block = next(self._blocks, None)
-            if block is None:
-                free = self._state.free_blocks(self._group)
-                cached = self._state.cached_blocks(self._group)
-                raise PoolExhausted(self.taken + count - len(blocks), free, cached, self._group)
-            blocks.append(block)
-            self.taken += 1
-        return tuple(blocks)
-
-    def drain(self) -> list[ev.BlockEvicted]:
-        """Evictions that are due before the next append."""
-        due, self.evictions = self.evictions, []
-        return due
-
-
 def _copies(state: State, sequence: Sequence, moved: Moved | None = None) -> list[int]:
     """Groups in which the block that the next row falls in must be copied before it is written.
 
@@ -174,7 +129,7 @@ def append(
     _positive(count, "an append")
     if tokens is not None and rows not in (None, len(tokens)):
         raise IllegalCommand(f"{len(tokens)} tokens are given for {rows} rows")
-    supplies = [_Supply(state, group) for group in range(len(state.geometry.groups))]
+    supplies = [Supply(state, group) for group in range(len(state.geometry.groups))]
     sequence, moved = _sequence(state, seq), Moved()
     events = _append(state, supplies, moved, sequence, step, count, tokens, purpose)
     return _checked(state, tuple(events))
@@ -182,7 +137,7 @@ def append(
 
 def _append(
     state: State,
-    supplies: list[_Supply],
+    supplies: list[Supply],
     moved: Moved,
     sequence: Sequence,
     step: int,
@@ -230,7 +185,7 @@ def append_each(
         events.append(ev.AppendedEach(step, chosen, columns, purpose))
     moved = Moved()
     if edge:
-        supplies = [_Supply(state, group) for group in range(len(state.geometry.groups))]
+        supplies = [Supply(state, group) for group in range(len(state.geometry.groups))]
         for place in edge:
             row = None if tokens is None else (tokens[place],)
             sequence = state.sequences[seqs[place]]
@@ -425,7 +380,7 @@ def _load(
     for entry in walk(state, namespace, tokens):
         for group, blocks in enumerate(entry.blocks):
             spared[group].update(blocks)
-    supplies = [_Supply(state, group, frozenset(it)) for group, it in enumerate(spared)]
+    supplies = [Supply(state, group, frozenset(it)) for group, it in enumerate(spared)]
     events: list[Event] = []
     parent, key = NO_ENTRY, root_key(geometry, namespace)
     for index in range(end):

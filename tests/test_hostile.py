@@ -29,6 +29,7 @@ from server.values import Size
 
 from .fake_engine import END, LONG, WAIT_S, FakeEngine, byte_tokenizer
 from .http_server import LiveServer, live_server
+from .raw_client import connection, read_to_end
 
 MODEL = "models/tiny"
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
@@ -63,17 +64,6 @@ def serve(engine: FakeEngine) -> Iterator[Serve]:
         yield started
 
 
-@contextmanager
-def connection(server: LiveServer, received_bytes: int | None = None) -> Iterator[socket.socket]:
-    """`received_bytes`: how much the client's side takes before anybody reads."""
-    with socket.socket() as client:
-        client.settimeout(WAIT_S)
-        if received_bytes is not None:
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, received_bytes)
-        client.connect((server.host, server.port))
-        yield client
-
-
 def posted(body: Any, path: str = "/v1/chat/completions") -> bytes:
     content = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
@@ -89,13 +79,6 @@ def read_until(client: socket.socket, mark: bytes) -> int:
         count += len(piece)
         tail = tail[-len(mark) :] + piece
     return count
-
-
-def read_to_end(client: socket.socket) -> bytes:
-    seen = b""
-    while piece := client.recv(65536):
-        seen += piece
-    return seen
 
 
 def is_well(server: LiveServer) -> bool:

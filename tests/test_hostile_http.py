@@ -5,9 +5,7 @@ Each is refused on its own connection, without a traceback, and the server answe
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import httpx
 import pytest
@@ -17,6 +15,7 @@ from server.settings import Settings
 
 from .fake_engine import WAIT_S, FakeEngine, byte_tokenizer
 from .http_server import LiveServer, live_server
+from .raw_client import connection, read_to_end
 
 
 @pytest.fixture
@@ -33,19 +32,6 @@ def server(engine: FakeEngine) -> Iterator[LiveServer]:
         yield server
         if server._thread.is_alive():
             assert httpx.get(server.url + "/health", timeout=WAIT_S).status_code == 200
-
-
-@contextmanager
-def connection(server: LiveServer) -> Iterator[socket.socket]:
-    with socket.create_connection((server.host, server.port), timeout=WAIT_S) as client:
-        yield client
-
-
-def read_to_end(client: socket.socket) -> bytes:
-    seen = b""
-    while piece := client.recv(65536):
-        seen += piece
-    return seen
 
 
 NO_HTTP = [

@@ -28,6 +28,7 @@ from server.values import Size, Texts
 
 from .fake_engine import WAIT_S, FakeEngine, byte_tokenizer
 from .http_server import LiveServer, live_server
+from .raw_client import connection, read_to_end
 from .sim import POLICY, SMALL, MemoryCapture, header
 
 MODEL = "models/tiny"
@@ -61,19 +62,6 @@ def serve(engine: FakeEngine) -> Iterator[Serve]:
             return stack.enter_context(live_server(app, chosen))
 
         yield started
-
-
-@contextmanager
-def connection(server: LiveServer) -> Iterator[socket.socket]:
-    with socket.create_connection((server.host, server.port), timeout=WAIT_S) as client:
-        yield client
-
-
-def read_to_end(client: socket.socket) -> bytes:
-    seen = b""
-    while piece := client.recv(65536):
-        seen += piece
-    return seen
 
 
 def read_until(client: socket.socket, mark: bytes) -> bytes:

@@ -235,7 +235,7 @@ def published_early(original: Any, witness: Witness) -> Any:
 @FAULTS.add(
     "free-order",
     "the block that was freed last is taken first",
-    "statemachine.commands:_Supply._walk",
+    "statemachine.supply:Supply._walk",
     loads.UNSHARED,
     "plan",
     "plan",
@@ -258,7 +258,7 @@ def free_order(original: Any, witness: Witness) -> Any:
 @FAULTS.add(
     "evicted-newest",
     "the most recently used cached block is evicted first",
-    "statemachine.commands:_Supply._walk",
+    "statemachine.supply:Supply._walk",
     loads.EVICTS,
     "plan",
     "plan",
@@ -288,7 +288,7 @@ def evicted_newest(original: Any, witness: Witness) -> Any:
 @FAULTS.add(
     "not-evicted",
     "a cached block is handed out and stays in the index",
-    "statemachine.commands:_Supply.drain",
+    "statemachine.supply:Supply.drain",
     loads.EVICTS,
     "plan",
     "plan",
@@ -306,7 +306,7 @@ def not_evicted(original: Any, witness: Witness) -> Any:
 @FAULTS.add(
     "held-block-taken",
     "a block that a running sequence holds is handed to another one",
-    "statemachine.commands:_Supply._walk",
+    "statemachine.supply:Supply._walk",
     loads.MIXED,
     "plan",
     "plan",
