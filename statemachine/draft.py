@@ -1,7 +1,9 @@
 """Draft: a working copy of a state, for the handlers in transitions.py.
 
-Its primitives move blocks between held, cached and free, and keep the digest with each move. The
-state that it was made from never changes; a draft that a handler gave up is thrown away whole.
+Its primitives move blocks between held, cached and free, and note what they changed; `finish` takes
+the lines of what was there before out of the digest, and adds those of what is there now. So an
+entry that many events changed is hashed twice. The state that it was made from never changes; a
+draft that a handler gave up is thrown away whole.
 """
 
 from __future__ import annotations
@@ -39,22 +41,33 @@ class QueueDraft:
         self.places: MapMutation[int, int] = queue.places.mutate()
         self.head = queue.head
         self.tail = queue.tail
+        self._first_new = queue.tail
+        self._left: list[tuple[int, int]] = []
 
-    def push(self, block: int) -> int:
-        """Append a block; returns its position."""
+    def push(self, block: int) -> None:
+        """Append a block."""
         position = self.tail
         self.items[position] = block
         self.places[block] = position
         self.tail = position + 1
-        return position
 
-    def remove(self, block: int) -> int:
-        """Take a block out, wherever it stands; returns its position. The head skips gaps."""
-        position = self.places.pop(block)
-        del self.items[position]
-        while self.head < self.tail and self.head not in self.items:
+    def remove(self, block: int) -> None:
+        """Take a block out, wherever it stands. The head skips gaps."""
+        items, position = self.items, self.places.pop(block)
+        del items[position]
+        if position < self._first_new:
+            self._left.append((position, block))
+        while self.head < self.tail and self.head not in items:
             self.head += 1
-        return position
+
+    def digest_delta(self, kind: int, group: int) -> int:
+        """What a state's digest gains: lines of places that are new, less those of empty ones."""
+        delta = -sum([line(kind, group, position, block) for position, block in self._left])
+        for position in range(self._first_new, self.tail):
+            block = self.items.get(position)
+            if block is not None:
+                delta += line(kind, group, position, block)
+        return delta
 
     def finish(self) -> Queue:
         """The queue as a value."""
@@ -62,7 +75,7 @@ class QueueDraft:
 
 
 class GroupDraft:
-    """One group's blocks while they change. `delta` collects what the digest gains."""
+    """One group's blocks while they change."""
 
     def __init__(self, number: int, num_blocks: int, state: GroupState) -> None:
         self.number = number
@@ -71,7 +84,20 @@ class GroupDraft:
         self.unused = state.unused
         self.free = QueueDraft(state.free)
         self.cached = QueueDraft(state.cached)
-        self.delta = 0
+        self._before = state.blocks
+        self._changed: set[int] = set()
+
+    def digest_delta(self) -> int:
+        """What a state's digest gains by the changes so far."""
+        group, before, after = self.number, self._before, self.blocks
+        delta = self.free.digest_delta(FREE, group) + self.cached.digest_delta(CACHED, group)
+        for number in self._changed:
+            old, new = before.get(number), after.get(number)
+            if old is not None:
+                delta -= block_line(group, number, old)
+            if new is not None:
+                delta += block_line(group, number, new)
+        return delta
 
     def finish(self) -> GroupState:
         """The group as a value."""
@@ -85,19 +111,16 @@ class GroupDraft:
             raise InvariantBroken(f"block {number} of group {self.number} is free, not in use")
         return record
 
-    def set_block(self, number: int, record: Block) -> None:
-        """Replace a block's record; one that is neither held nor published leaves the map."""
-        old = self.blocks.get(number)
-        if old is not None:
-            self.delta -= block_line(self.number, number, old)
-        if record.refs or record.pins or record.entry:
-            self.delta += block_line(self.number, number, record)
-            self.blocks[number] = record
-        elif old is not None:
-            del self.blocks[number]
+    def _set(self, number: int, record: Block) -> None:
+        """Replace the record of a block in use."""
+        self._changed.add(number)
+        self.blocks[number] = record
 
-    def _push_free(self, number: int) -> None:
-        self.delta += line(FREE, self.number, self.free.push(number), number)
+    def _free(self, number: int) -> None:
+        """A block that is neither held nor published leaves the map."""
+        self._changed.add(number)
+        del self.blocks[number]
+        self.free.push(number)
 
     def take(self, number: int) -> None:
         """A free block becomes held, by one table entry."""
@@ -114,19 +137,18 @@ class GroupDraft:
             )
         if number >= self.unused:
             for skipped in range(self.unused, number):
-                self._push_free(skipped)
+                self.free.push(skipped)
             self.unused = number + 1
         else:
-            self.delta -= line(FREE, self.number, self.free.remove(number), number)
-        self.blocks[number] = taken = Block(refs=1)
-        self.delta += block_line(self.number, number, taken)
+            self.free.remove(number)
+        self._set(number, Block(1))
 
     def hold(self, number: int, refs: int = 0, pins: int = 0) -> None:
         """Add table entries or pins to a block in use; a cached one leaves its queue."""
         old = self.block(number)
         if old.refs + old.pins == 0:
-            self.delta -= line(CACHED, self.number, self.cached.remove(number), number)
-        self.set_block(number, Block(old.refs + refs, old.pins + pins, old.entry))
+            self.cached.remove(number)
+        self._set(number, Block(old.refs + refs, old.pins + pins, old.entry))
 
     def release(self, number: int, refs: int = 0, pins: int = 0) -> None:
         """Drop table entries or pins; the last one makes the block cached or free."""
@@ -137,17 +159,18 @@ class GroupDraft:
                 f"{old.pins} pins: fewer than are released"
             )
         record = Block(old.refs - refs, old.pins - pins, old.entry)
-        self.set_block(number, record)
-        if record.refs + record.pins == 0:
-            if record.entry:
-                self.delta += line(CACHED, self.number, self.cached.push(number), number)
-            else:
-                self._push_free(number)
+        idle = record.refs + record.pins == 0
+        if idle and not record.entry:
+            self._free(number)
+            return
+        self._set(number, record)
+        if idle:
+            self.cached.push(number)
 
     def publish(self, number: int, entry: int) -> None:
         """A held block gets an index entry."""
         old = self.block(number)
-        self.set_block(number, Block(old.refs, old.pins, entry))
+        self._set(number, Block(old.refs, old.pins, entry))
 
     def unpublish(self, number: int) -> int:
         """A cached block becomes free; returns the entry that named it."""
@@ -158,9 +181,8 @@ class GroupDraft:
                 f"pins {old.pins}, {'published' if old.entry else 'not published'}): "
                 "it cannot be evicted"
             )
-        self.delta -= line(CACHED, self.number, self.cached.remove(number), number)
-        self.set_block(number, Block())
-        self._push_free(number)
+        self.cached.remove(number)
+        self._free(number)
         return old.entry
 
 
@@ -177,6 +199,7 @@ class Draft:
         self.sequences: MapMutation[int, Sequence] = state.sequences.mutate()
         self.entries: MapMutation[int, Entry] | None = None
         self.by_key: MapMutation[int, tuple[int, ...]] | None = None
+        self._changed_entries: set[int] = set()
         self.pins = state.pins
         self.issued_step = state.issued_step
         self.written_step = state.written_step
@@ -254,23 +277,28 @@ class Draft:
             self.by_key = self.base.by_key.mutate()
         return self.entries, self.by_key
 
-    def set_entry(self, old: Entry | None, new: Entry | None) -> None:
-        """Add, replace or drop an index entry."""
+    def add_entry(self, new: Entry) -> None:
+        """Add an index entry."""
         entries, by_key = self.index()
-        if old is not None:
-            self.delta -= entry_line(old)
-        if new is not None:
-            self.delta += entry_line(new)
-            entries[new.id] = new
-            if old is None:
-                by_key[new.key] = (*by_key.get(new.key, ()), new.id)
-        elif old is not None:
-            del entries[old.id]
-            left = tuple(number for number in by_key[old.key] if number != old.id)
-            if left:
-                by_key[old.key] = left
-            else:
-                del by_key[old.key]
+        self._changed_entries.add(new.id)
+        entries[new.id] = new
+        by_key[new.key] = (*by_key.get(new.key, ()), new.id)
+
+    def put_entry(self, new: Entry) -> None:
+        """Replace an index entry by one of the same key."""
+        self._changed_entries.add(new.id)
+        self.index()[0][new.id] = new
+
+    def drop_entry(self, old: Entry) -> None:
+        """Forget an index entry."""
+        entries, by_key = self.index()
+        self._changed_entries.add(old.id)
+        del entries[old.id]
+        left = tuple([number for number in by_key[old.key] if number != old.id])
+        if left:
+            by_key[old.key] = left
+        else:
+            del by_key[old.key]
 
     def pin(self, step: int, group: int, block: int) -> None:
         """Hold a block until `step` is written."""
@@ -292,14 +320,27 @@ class Draft:
         self._start(state)
         return state
 
+    def _index_delta(self) -> int:
+        """What the digest gains by changes of the prefix index."""
+        delta, before, after = 0, self.base.entries, self.entries
+        if after is not None:
+            for number in self._changed_entries:
+                old, new = before.get(number), after.get(number)
+                if old is not None:
+                    delta -= entry_line(old)
+                if new is not None:
+                    delta += entry_line(new)
+        return delta
+
     def finish(self) -> State:
         """The new state."""
         base = self.base
         groups, delta = list(base.groups), self.delta
         for number, draft in enumerate(self._groups):
             if draft is not None:
+                delta += draft.digest_delta()
                 groups[number] = draft.finish()
-                delta += draft.delta
+        delta += self._index_delta()
         state = State(
             base.geometry,
             tuple(groups),

@@ -55,8 +55,8 @@ def _add(
     for group, block in named:
         blocks[group] = (block,)
     number, draft.next_entry = draft.next_entry, draft.next_entry + 1
-    draft.set_entry(None, Entry(number, parent, namespace, tokens, key, tuple(blocks)))
-    _adopt_child(draft, parent, 1)
+    draft.add_entry(Entry(number, parent, namespace, tokens, key, tuple(blocks)))
+    _adopt_child(draft, parent)
     return number
 
 
@@ -72,7 +72,7 @@ def _named(
     if old is not None:
         blocks = list(old.blocks)
         blocks[event.group] = (*blocks[event.group], event.block)
-        draft.set_entry(old, structs.replace(old, blocks=tuple(blocks)))
+        draft.put_entry(structs.replace(old, blocks=tuple(blocks)))
         return old.id
     named = ((event.group, event.block),)
     return _add(draft, namespace, parent, event.key, tokens, named)
@@ -188,16 +188,22 @@ def find_entry(
     return None
 
 
-def _adopt_child(draft: Draft, number: int, count: int) -> None:
-    """Count an entry's children; one without blocks and children goes, its parents likewise."""
-    while number != NO_ENTRY:
-        old: Entry = draft.index()[0][number]
-        new = structs.replace(old, children=old.children + count)
-        if new.children or any(new.blocks):
-            draft.set_entry(old, new)
+def _adopt_child(draft: Draft, parent: int) -> None:
+    """Count one child more of an entry, where there is one."""
+    if parent != NO_ENTRY:
+        old: Entry = draft.index()[0][parent]
+        draft.put_entry(structs.replace(old, children=old.children + 1))
+
+
+def _keep_or_drop(draft: Draft, changed: Entry) -> None:
+    """Put an entry that lost something; one that has nothing left goes, its parents likewise."""
+    while not (changed.children or any(changed.blocks)):
+        draft.drop_entry(changed)
+        if changed.parent == NO_ENTRY:
             return
-        draft.set_entry(old, None)
-        number, count = old.parent, -1
+        above: Entry = draft.index()[0][changed.parent]
+        changed = structs.replace(above, children=above.children - 1)
+    draft.put_entry(changed)
 
 
 def evicted(draft: Draft, group: int, block: int) -> Entry:
@@ -205,7 +211,6 @@ def evicted(draft: Draft, group: int, block: int) -> Entry:
     number = draft.group(group).unpublish(block)
     old: Entry = draft.index()[0][number]
     blocks = list(old.blocks)
-    blocks[group] = tuple(other for other in blocks[group] if other != block)
-    draft.set_entry(old, structs.replace(old, blocks=tuple(blocks)))
-    _adopt_child(draft, number, 0)
+    blocks[group] = tuple([other for other in blocks[group] if other != block])
+    _keep_or_drop(draft, structs.replace(old, blocks=tuple(blocks)))
     return old
