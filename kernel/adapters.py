@@ -31,6 +31,7 @@ from .adapter_files import A, AdapterFiles, B, read_files, version_of
 from .batch import Piece
 from .errors import AdapterError
 from .metadata import BadBatch, Ints, Longs
+from .starting import settle
 
 TURNED = ("q_proj", "k_proj")
 """Layers whose rows stand in another order in GGUF files of architecture llama."""
@@ -188,6 +189,7 @@ class Adapters:
 
         Raises AdapterError where it cannot be read, or is not for this model.
         """
+        settle()
         files, layers = read_files(path), dict(self._model.named_modules())
         pairs = {layer: self._pair(files, layer, layers.get(layer)) for layer in files.tensors}
         mx.eval([(pair.a, pair.b) for pair in pairs.values()])

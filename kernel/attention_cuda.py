@@ -88,7 +88,7 @@ class CudaDialect:
     def decode(
         self, shape: Shape, plan: mx.array, counts: RowsPlan, queries: mx.array, layer: Layer
     ) -> mx.array:
-        total, heads = queries.shape[0], queries.shape[1]
+        heads = queries.shape[1]
         sinks = plan if layer.sinks is None else layer.sinks.astype(mx.float32) * LOG2E
         partial = counts.items if counts.splits > 1 else 1
         out: mx.array
@@ -100,7 +100,7 @@ class CudaDialect:
             grid=(WARPS * 32 * shape.columns, counts.items, 1),
             threadgroup=(WARPS * 32, 1, 1),
             output_shapes=[
-                (total, heads, shape.value_dim), (partial, heads, shape.value_dim),
+                (*queries.shape[:-1], shape.value_dim), (partial, heads, shape.value_dim),
                 (partial, heads, 2),
             ],
             output_dtypes=[shape.dtype, mx.float32, mx.float32],

@@ -95,7 +95,7 @@ class MetalDialect:
     def decode(
         self, shape: Shape, plan: mx.array, counts: RowsPlan, queries: mx.array, layer: Layer
     ) -> mx.array:
-        total, heads = queries.shape[0], queries.shape[1]
+        heads = queries.shape[1]
         sinks = plan if layer.sinks is None else layer.sinks.astype(mx.float32) * LOG2E
         grid = columns(shape)
         parts, tops = _parts_kernel(shape)(
@@ -110,7 +110,7 @@ class MetalDialect:
             inputs=[plan, parts, tops, sinks],
             grid=(MERGE_THREADS * grid, counts.items, 1),
             threadgroup=(MERGE_THREADS, 1, 1),
-            output_shapes=[(total, heads, shape.value_dim)],
+            output_shapes=[(*queries.shape[:-1], shape.value_dim)],
             output_dtypes=[shape.dtype],
         )
         return out

@@ -102,9 +102,10 @@ class PagedCache:
             raise HandleMisused("a cache is written that was not when the model was looked at")
         self._updates += 1
         self._rows_updated += keys.shape[0] * keys.shape[2]
-        self._rows = (keys.squeeze(2), values.squeeze(2))
+        self._rows = (keys, values)
         if not self._in_place:
-            pages.write(self.layer, context.write_index(self.group), *self._rows)
+            where = context.write_index(self.group)
+            pages.write(self.layer, where, keys.squeeze(2), values.squeeze(2))
         self._handles = (KeyHandle(self, keys), ValueHandle(self, values))
         return self._handles
 
@@ -116,7 +117,7 @@ class PagedCache:
 
     @property
     def rows(self) -> tuple[mx.array, mx.array]:
-        """The step's own K and V, [T, heads, dim], as they were made."""
+        """The step's own K and V, [T, heads, 1, dim], as they were made."""
         assert self._rows is not None
         return self._rows
 

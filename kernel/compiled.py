@@ -46,6 +46,8 @@ class CompiledCalls:
         self._run = run
         self._graphs: OrderedDict[Key, _Graph] = OrderedDict()
         self._asked: tuple[tuple[int, int], ...] | None = None
+        self.replayed = False
+        """Whether the newest step was fed to a graph that had run before."""
         self.failure = ""
         """Why steps are built anew each time; empty where they share graphs."""
 
@@ -53,6 +55,7 @@ class CompiledCalls:
         self, body: Body, context: StepContext, pages: PageStep
     ) -> tuple[mx.array, list[CacheUse]]:
         """What leaves the body, [T, 1, D], and what each layer's cache counted."""
+        self.replayed = False
         tables = context.tables
         if self.failure or tables is None or not tables.fixed or context.serving is not BASE:
             return self._run(body, context, pages)
@@ -66,6 +69,7 @@ class CompiledCalls:
             tuple((len(counts.ints), counts.items, counts.splits > 1) for _, counts in planned),
         )
         graph = self._graphs.pop(key, None)
+        known = graph is not None
         if graph is None:
             graph = self._trace(body, context, pages)
         hidden = None
@@ -85,6 +89,7 @@ class CompiledCalls:
             )
             self._graphs.clear()
             return self._run(body, context, pages)
+        self.replayed = known
         self._graphs[key] = graph
         if len(self._graphs) > GRAPHS_MAX:
             self._graphs.popitem(last=False)

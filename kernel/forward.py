@@ -96,6 +96,11 @@ class Forward:
         """Why steps are built anew each time, where they should share graphs; empty if they do."""
         return self._calls.failure if isinstance(self._calls, CompiledCalls) else ""
 
+    @property
+    def replayed(self) -> bool:
+        """Whether the newest step's graph had run before: all that it holds on to is computed."""
+        return isinstance(self._calls, CompiledCalls) and self._calls.replayed
+
     def reset(self) -> None:
         """Forget what was made of page arrays that are thrown away."""
         if isinstance(self._calls, CompiledCalls):

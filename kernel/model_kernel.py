@@ -6,6 +6,9 @@ Decides no length. One thread makes every call, the constructor included.
 A step may be issued before the samples of the one before it were read: its rows take their tokens
 from that step's array, on the device.
 
+Where steps share graphs, a step is started by another thread (starting.py), while this one reads
+the step before it.
+
 A step that fails while its graph is built leaves pages and shadow as they were. Errors are raised
 anew, outside of the handler that caught them: a traceback would keep frames alive, these hold page
 arrays, and a page array that is held is copied by the next write instead of donated.
@@ -14,6 +17,7 @@ arrays, and a page array that is held is copied by the next write instead of don
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, NoReturn
 
 import mlx.core as mx
@@ -44,6 +48,7 @@ from .paged_choice import choose, not_shared
 from .pages import Pages, PageStep
 from .sampling import plan_samples, sample
 from .shadow import EDGES, Shadow
+from .starting import Starter, settle
 from .telling import Telling, plan_telling, read, tell
 
 GATHER = "gather"
@@ -56,7 +61,7 @@ class Ticket:
 
     number: the order of issue. outputs: all that goes to eval, never a page array: tokens, logits
     and margins, or the forward's anchor where nothing samples; then what `telling` asks for.
-    Emptied by a failure, so that no one's ticket holds on to a graph.
+    Emptied by a failure, so that no one's ticket holds on to a graph. started: by another thread.
     """
 
     number: int
@@ -65,22 +70,26 @@ class Ticket:
     shadow: ShadowReport
     outputs: list[mx.array]
     telling: Telling | None
+    started: Future[str] | None
 
 
 @frozen(eq=False)
 class _Built:
-    """A step's graph, not yet started."""
+    """A step's graph, not yet started. replayed: whether it ran before, with other numbers."""
 
     metadata: StepMetadata
     pages: PageStep
     observation: Observation
     outputs: list[mx.array]
     telling: Telling | None
+    replayed: bool
 
 
 @frozen(eq=False)
 class _Newest:
-    """The step issued last: its sampled tokens [S], and where each sequence's last one stands."""
+    """The step issued last: its sampled tokens [S] int32, an array that only the next step reads,
+    and where each sequence's last one stands.
+    """
 
     tokens: mx.array | None = None
     places: Mapping[int, int] = {}
@@ -126,6 +135,8 @@ class ModelKernel:
         if dialect is None:
             dialect, self._tables_off = choose(model, layout, geometry.block_size)
         self._dialect = dialect
+        shares = dialect is not None and dialect.in_place
+        self._starter = Starter.of_thread() if shares else None
         products = None if dialect is None or not layout.split else dialect.products
         few, few_off = few_rows(model, products)
         sampler = None if dialect is None else dialect.sampler
@@ -166,6 +177,7 @@ class ModelKernel:
 
         Its block copies stand even where its build fails: they are part of the state by then.
         """
+        settle()
         number = self._order.issue()
         self._copy(batch)
         built, seq, failure, wished = None, None, "", False
@@ -188,12 +200,15 @@ class ModelKernel:
         except EvalFailed:
             ticket.outputs.clear()
             raise
-        failure = ""
+        failure = "" if ticket.started is None else ticket.started.result()
         columns: list[Any] = []
         sampled = 3 if ticket.metadata.sampled else 0
         try:
-            mx.eval(ticket.outputs)
-            columns = [np.array(array).tolist() for array in ticket.outputs[:sampled]]
+            if not failure:
+                if ticket.started is None or ticket.telling is not None or not sampled:
+                    settle()  # a read alone waits as well, but an eval must not meet another thread
+                    mx.eval(ticket.outputs)
+                columns = [array.tolist() for array in ticket.outputs[:sampled]]
         except Exception as error:
             failure = describe(error)
         if failure:
@@ -215,6 +230,7 @@ class ModelKernel:
 
     def reset_pages(self) -> None:
         """Throw the page arrays away, unread, and make new ones."""
+        settle()
         self._forward.reset()
         self._pages.reset()
         if self._dialect is not None:
@@ -230,11 +246,13 @@ class ModelKernel:
 
     def read_blocks(self, blocks: Sequence[int]) -> list[BlockRows]:
         """What stands in blocks after all steps that were issued (block_io.BlockIO)."""
+        settle()
         layers = self._pages.read_blocks(blocks)
         return to_host(layers, self._shadow.block_tags(0, blocks))
 
     def write_blocks(self, blocks: Sequence[int], rows: Sequence[BlockRows]) -> None:
         """Put rows into blocks, before any step that is issued later."""
+        settle()
         self._pages.write_blocks(blocks, to_device(rows, self.block_spec, self._pages.layers))
         self._shadow.load_blocks(0, blocks, [it.tags for it in rows])
 
@@ -279,7 +297,8 @@ class ModelKernel:
                 lambda rows, held: self._forward.logits(held, rows, serving),
                 lambda numbers: hidden_rows(hidden, metadata.sample_rows[numbers]),
             )
-        return _Built(metadata, pages, observation, outputs, telling)
+        replayed = self._forward.replayed
+        return _Built(metadata, pages, observation, outputs, telling, replayed)
 
     def _fed(self, metadata: StepMetadata) -> mx.array | None:
         """Tokens of the pending rows, [Q], from the newest step's, which may still run."""
@@ -304,19 +323,26 @@ class ModelKernel:
         """Hand the graph to MLX; from here on the pages are what the step makes of them."""
         self._pages.commit(built.pages)
         metadata, outputs = built.metadata, built.outputs
-        failure = ""
-        try:
-            mx.async_eval(outputs, self._pages.states)  # type: ignore[no-untyped-call]
-        except Exception as error:
-            failure = describe(error)
+        places = last_tokens(metadata, range(len(metadata.sampled)))
+        fed = outputs[0].astype(mx.int32) if places else None
+        arrays = [*outputs, *self._pages.states, *([] if fed is None else [fed])]
+        started, failure = None, ""
+        if built.replayed and self._starter is not None:
+            started = self._starter.start(arrays)
+        else:
+            try:
+                mx.async_eval(arrays)  # type: ignore[no-untyped-call]
+            except Exception as error:
+                failure = describe(error)
         if failure:
             self._fail(outputs, failure)
-        places = last_tokens(metadata, range(len(metadata.sampled)))
-        self._newest = _Newest(outputs[0], places) if places else _Newest()
-        return Ticket(number, metadata, built.observation, report, outputs, built.telling)
+        self._newest = _Newest(fed, places)
+        telling = built.telling
+        return Ticket(number, metadata, built.observation, report, outputs, telling, started)
 
     def _fail(self, outputs: list[mx.array], failure: str) -> NoReturn:
         """The pages are lost: let go of all that holds on to a graph. Raises EvalFailed."""
+        settle()
         outputs.clear()
         self._newest = _Newest()
         self._order.fail()

@@ -97,8 +97,8 @@ class Shape:
 
 @frozen(eq=False)
 class Layer:
-    """A layer's arrays in a step. pages: K and V [num_blocks, block_size, KV, dim]; rows: the
-    step's own [T, KV, dim]; sinks: [H] or None. codes: what words of quantised pages mean.
+    """A layer's arrays in a step. pages: K and V [num_blocks, block_size, KV, dim]; keys, values:
+    the step's own [T, KV, 1, dim]; sinks: [H] or None. codes: what words of quantised pages mean.
     """
 
     number: int
@@ -129,8 +129,8 @@ class Dialect(Protocol):
     def decode(
         self, shape: Shape, plan: mx.array, counts: RowsPlan, queries: mx.array, layer: Layer
     ) -> mx.array:
-        """Each planned row of queries [T, H, dim] over its keys: [T, H, value dim], other rows
-        undefined.
+        """Each planned row of queries [T, H, ..., dim] over its keys: [T, H, ..., value dim], other
+        rows undefined.
         """
 
     def fetch(
@@ -181,7 +181,7 @@ class StepTables:
 
         Writes the step's rows into the pages where the dialect does that in place.
         """
-        rows = queries.squeeze(2).astype(layer.dtype)
+        rows = queries.astype(layer.dtype)
         shape = shape_of(layer, rows.shape[1], scale)
         layer = _as_written(layer)
         short = None
@@ -204,7 +204,7 @@ class StepTables:
             # A long piece's layers take longer on the device than here: it begins with the first
             # while Python is at the others. What this holds is no page array.
             mx.async_eval(out)  # type: ignore[no-untyped-call]
-        return out[:, :, None].astype(queries.dtype)
+        return out.astype(queries.dtype)
 
     @property
     def fixed(self) -> bool:
@@ -241,7 +241,7 @@ class StepTables:
     def _dense(
         self, piece: int, group: int, shape: Shape, queries: mx.array, layer: Layer
     ) -> mx.array:
-        """A piece of many rows, [n, H, dim], over its keys made dense: [n, H, value dim]."""
+        """A piece of many rows, [n, H, 1, dim], over its keys made dense: [n, H, 1, value dim]."""
         key = (piece, group)
         if key not in self._fetches:
             planned = plan_fetch(self._metadata, group, piece)
@@ -250,14 +250,14 @@ class StepTables:
         plan, rows, mask = self._fetches[key]
         keys, values = self._dialect.fetch(shape, plan, rows, layer)
         out: mx.array = mx.fast.scaled_dot_product_attention(
-            queries.swapaxes(0, 1)[None],
+            queries.transpose(2, 1, 0, 3),
             keys[None],
             values[None],
             scale=shape.scale,
             mask=mask,
             sinks=layer.sinks,
         )
-        return out[0].swapaxes(0, 1)
+        return out.transpose(2, 1, 0, 3)
 
 
 def shape_of(layer: Layer, heads: int, scale: float) -> Shape:

@@ -109,7 +109,7 @@ class _Recorder:
         self, shape: Shape, plan: mx.array, counts: RowsPlan, queries: mx.array, layer: Layer
     ) -> mx.array:
         self.asked.append((shape, layer.number))
-        return mx.zeros((*queries.shape[:2], shape.value_dim), shape.dtype)
+        return mx.zeros((*queries.shape[:-1], shape.value_dim), shape.dtype)
 
     def fetch(
         self, shape: Shape, plan: mx.array, rows: int, layer: Layer

@@ -12,7 +12,7 @@ import hashlib
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import mlx.core as mx
@@ -24,7 +24,7 @@ from kernel.drawing import Sampler
 from kernel.fastmath import LOG2E
 from kernel.paged_attention import Layer, Shape
 from kernel.paged_plan import RowsPlan
-from kernel.products import Norm, Products, Projections, Rope
+from kernel.products import CudaProducts, Products, Source
 from kernel.sampling import Samples, SamplingPlan
 
 EMULATOR = Path(__file__).parent / "emulator"
@@ -118,59 +118,39 @@ def _poisoned(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
     return array
 
 
-class EmulatedProducts:
-    """CudaProducts, emulated."""
+class EmulatedProducts(CudaProducts):
+    """CudaProducts, emulated. sources: which kernels ran."""
 
     def __init__(self, changes: tuple[Change, ...] = ()) -> None:
         self.calls = 0
+        self.sources: set[str] = set()
         self._changes = changes
 
-    def _run(
+    def launch(
         self,
-        names: tuple[list[str], list[str]],
-        body: str,
+        source: Source,
         inputs: list[mx.array],
         blocks: int,
-        shapes: list[tuple[int, ...]],
+        shapes: Sequence[tuple[int, ...]],
+        dtypes: Sequence[mx.Dtype],
     ) -> list[mx.array]:
         self.calls += 1
-        kinds = {"positions": "const int*", "rates": "const float*"}
-        values = [f"{kinds.get(name, f'const {products.T}*')} {name}" for name in names[0]]
-        values += [f"{products.T}* {name}" for name in names[1]]
-        values += [f"const int* {name}_shape" for name in names[0]]
+        self.sources.add(source.name)
+        kinds = {"positions": "const int*", "rates": "const float*", "counters": "const unsigned*"}
+        values = [f"{kinds.get(name, f'const {products.T}*')} {name}" for name in source.inputs]
+        outs = {"parts": "float*"}
+        values += [f"{outs.get(name, f'{products.T}*')} {name}" for name in source.outputs]
+        values += [f"const int* {name}_shape" for name in source.inputs]
         library = _library(
             '#include "cuda.h"\n'
             + _text(products.HEADERS, self._changes)
-            + _entry("run_product", values, body)
+            + _entry("run_product", values, source.body)
         )
-        outputs = [_poisoned(shape, mx.bfloat16) for shape in shapes]
+        outputs = [_poisoned(*it) for it in zip(shapes, dtypes, strict=True)]
         told = [mx.array(np.array(it.shape, np.int32)) for it in inputs]
         grid = (blocks, 1, products.WARPS * 32)
         _call(library.run_product, grid, [*inputs, *outputs, *told])
         return outputs
-
-    def added(self, x: mx.array, weights: mx.array, base: mx.array) -> mx.array:
-        rows, features = len(x), len(weights)
-        body = products.added_body(products.tiles_of(rows))
-        blocks = features // products.TILE
-        return self._run(products.ADDED, body, [x, weights, base], blocks, [(rows, features)])[0]
-
-    def gated(self, x: mx.array, norm: Norm, weights: mx.array) -> mx.array:
-        rows, features = len(x), len(weights)
-        body = products.gated_body(products.tiles_of(rows), norm.eps)
-        inputs, shapes = [x, norm.weights, weights], [(rows, features // 2)]
-        return self._run(products.GATED, body, inputs, features // products.TILE, shapes)[0]
-
-    def heads(
-        self, x: mx.array, norm: Norm, weights: Projections, positions: mx.array, rope: Rope
-    ) -> tuple[mx.array, mx.array, mx.array]:
-        rows, tiles = len(x), products.tiles_of(len(x))
-        body = products.heads_body(tiles, norm.eps, rope.dim, rope.traditional)
-        blocks = sum(len(it) for it in weights) // products.TILE
-        shapes = [(rows, len(it) // rope.dim, rope.dim) for it in weights]
-        inputs = [x, norm.weights, *weights, positions, rope.rates]
-        queries, keys, values = self._run(products.HEADS, body, inputs, blocks, shapes)
-        return queries, keys, values
 
 
 class EmulatedSampler:
@@ -236,8 +216,8 @@ class EmulatedCuda:
     ) -> mx.array:
         self.calls += 1
         sinks = None if layer.sinks is None else layer.sinks.astype(mx.float32) * LOG2E
-        total, heads = queries.shape[:2]
-        out = _poisoned((total, heads, shape.value_dim), shape.dtype)
+        heads = queries.shape[1]
+        out = _poisoned((*queries.shape[:-1], shape.value_dim), shape.dtype)
         parts = _poisoned((counts.items, heads, shape.value_dim), mx.float32)
         tops = _poisoned((counts.items, heads, 2), mx.float32)
         grid = (shape.columns, counts.items, attention_cuda.WARPS * 32)
@@ -296,10 +276,10 @@ class EmulatedMetal:
     ) -> mx.array:
         self.calls += 1
         sinks = None if layer.sinks is None else layer.sinks.astype(mx.float32) * LOG2E
-        total, heads = queries.shape[:2]
+        heads = queries.shape[1]
         parts = _poisoned((counts.items, heads, shape.value_dim), mx.float32)
         tops = _poisoned((counts.items, heads, 2), mx.float32)
-        out = _poisoned((total, heads, shape.value_dim), shape.dtype)
+        out = _poisoned((*queries.shape[:-1], shape.value_dim), shape.dtype)
         columns, library = attention_metal.columns(shape), self._compiled(shape)
         threads = attention_metal.WARPS * 32
         pages = [layer.key_pages, layer.value_pages]

@@ -107,7 +107,7 @@ def test_layers_of_a_long_piece_are_started_as_they_are_built(monkeypatch: Any) 
     monkeypatch.setattr(mx, "async_eval", lambda array: started.append(array.shape))
     case = paged_check._case(PLAIN, Group(), ((0, 1), (5, 20)), 3)
     layer = Layer(0, case.key_pages, case.value_pages, case.keys, case.values)
-    for most, wanted in ((10_000, []), (60, [(21, 4, 64)])):
+    for most, wanted in ((10_000, []), (60, [(21, 4, 1, 64)])):
         tables = StepTables(EmulatedCuda(), case.metadata, most)
         tables.attend(0, case.queries, layer, PLAIN.scale)
         assert started == wanted

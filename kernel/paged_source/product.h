@@ -14,6 +14,37 @@
 #pragma once
 #define PART 32
 
+// Two numbers of a row of x, times the norm's weights for them.
+template <typename T> FN unsigned normed(unsigned two, unsigned by, float& square) {
+  float low = low_of(two, T()), high = high_of(two, T());
+  square += low * low + high * high;
+  return packed(low * low_of(by, T()), high * high_of(by, T()), T());
+}
+template <typename T> FN uint4 normed_four(uint4 b, uint4 by, float& square) {
+  return make_uint4(normed<T>(b.x, by.x, square), normed<T>(b.y, by.y, square),
+                    normed<T>(b.z, by.z, square), normed<T>(b.w, by.w, square));
+}
+// 32 rows of weights times 8 rows of x, in a part.
+template <typename T> FN void multiply_part(float (&sums)[2][4], const uint4 (&w)[4], uint4 b) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    uint4 p = w[half * 2], q = w[half * 2 + 1];
+    multiply(sums[half], p.x, q.x, p.y, q.y, b.x, b.y, T());
+    multiply(sums[half], p.z, q.z, p.w, q.w, b.z, b.w, T());
+  }
+}
+// Asks for the beginnings of rows that the next launch reads: memory would rest between the two.
+// The last blocks do it, so that what they ask for stays in the cache until then.
+template <typename T> FN void ask_ahead(const T* next, int rows, int width) {
+  enum { BYTES = 1 << 24, BLOCKS = 128, LEAST = 128 };
+  int blocks = gridDim.x < BLOCKS ? gridDim.x : BLOCKS, mine = blockIdx.x - (gridDim.x - blocks);
+  if (mine < 0) return;
+  int each = BYTES / rows / LEAST * LEAST, all = width * int(sizeof(T));
+  each = each < LEAST ? LEAST : each < all ? each : all;
+  for (int row = mine * blockDim.x + threadIdx.x; row < rows; row += blocks * blockDim.x)
+    ask(next + (long)row * width, each < all ? each : all);
+}
+
 template <typename T, int TILES, typename Layer> struct ProductWarp {
   enum { PARTS = 2 };  // on their way while as many are multiplied
   uint4 weights[PARTS][4];
@@ -40,17 +71,11 @@ template <typename T, int TILES, typename Layer> struct ProductWarp {
         into[j][i] = first + j < parts ? load16(rows[i] + (first + j) * PART)
                                        : make_uint4(0, 0, 0, 0);
   }
-  // Two numbers of a row of x, times the norm's weights for them.
-  FN unsigned normed(unsigned two, unsigned by, int t) {
-    float low = low_of(two, T()), high = high_of(two, T());
-    squares[t] += low * low + high * high;
-    return packed(low * low_of(by, T()), high * high_of(by, T()), T());
-  }
   FN void multiply_parts(const Layer& layer, const T* x, int count, int width, int first,
                          int parts) {
 #pragma unroll
     for (int j = 0; j < PARTS; ++j) {
-      const uint4* w = weights[j];
+      const uint4 (&w)[4] = weights[j];
       bool there = first + j < parts;
       int at = (first + j) * PART + column * 8;
       uint4 by = Layer::NORMED && there ? load16_again(layer.norm() + at) : make_uint4(0, 0, 0, 0);
@@ -59,16 +84,8 @@ template <typename T, int TILES, typename Layer> struct ProductWarp {
         int m = t * 8 + line;
         uint4 b = m < count && there ? load16_again(x + (long)m * width + at)
                                      : make_uint4(0, 0, 0, 0);
-        if (Layer::NORMED) {
-          b.x = normed(b.x, by.x, t); b.y = normed(b.y, by.y, t);
-          b.z = normed(b.z, by.z, t); b.w = normed(b.w, by.w, t);
-        }
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          uint4 p = w[half * 2], q = w[half * 2 + 1];
-          multiply(sums[t][half], p.x, q.x, p.y, q.y, b.x, b.y, T());
-          multiply(sums[t][half], p.z, q.z, p.w, q.w, b.z, b.w, T());
-        }
+        if (Layer::NORMED) b = normed_four<T>(b, by, squares[t]);
+        multiply_part<T>(sums[t], w, b);
       }
     }
   }
@@ -90,15 +107,17 @@ template <typename T, int TILES, typename Layer> struct ProductWarp {
   }
 };
 
-// x: [count, width], count up to 8 * TILES. Grid: a block a tile.
+// x: [count, width], count up to 8 * TILES. Grid: a block a tile. next: weights of the next launch.
 template <typename T, int TILES, int WARPS, typename Layer>
-FN void product(const T* x, int count, int width, const Layer& layer) {
+FN void product(const T* x, int count, int width, const Layer& layer, const T* next,
+                const int* next_shape) {
   enum { LINE = 33 };  // one more than it holds: columns then lie in different banks
   __shared__ float merged[WARPS][8][LINE], squares[WARPS][8];
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   ProductWarp<T, TILES, Layer> mine;
   mine.begin(layer, blockIdx.x, lane);
   mine.walk(layer, x, count, width, warp, WARPS);
+  ask_ahead(next, next_shape[0], next_shape[1]);
 #pragma unroll
   for (int t = 0; t < TILES; ++t) {
     __syncthreads();
