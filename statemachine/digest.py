@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
+from immutables import Map, MapMutation
 from xxhash import xxh3_64_intdigest
 
 from .events import NO_BLOCK, Namespace
@@ -36,7 +37,7 @@ class _Packers(dict[int, Callable[..., bytes]]):
 _packers = _Packers()
 packer = _packers.__getitem__
 """By a count of values: packs as many unsigned 64-bit integers."""
-_pack_5, _pack_6 = packer(5), packer(6)
+_pack_4, _pack_5, _pack_6 = packer(4), packer(5), packer(6)
 
 
 def line(*values: int) -> int:
@@ -70,22 +71,50 @@ def row_bytes(row: Speculative) -> bytes:
     return row.token.to_bytes(9, "little", signed=True) + row.step.to_bytes(8, "little")
 
 
-def table_line(seq: int, group: int, index: int, block: int) -> int:
-    """One block's place in one table."""
-    return xxh3_64_intdigest(_pack_5(TABLE, seq, group, index, block))
+# What follows is of many entries at once: a step changes some hundred, each for a few operations.
 
 
-def block_line(group: int, number: int, block: Block) -> int:
-    """One held or published block."""
-    return xxh3_64_intdigest(_pack_6(BLOCK, group, number, block.refs, block.pins, block.entry))
+def table_lines(seq: int, group: int, first: int, blocks: Iterable[int]) -> int:
+    """The sum for a table's blocks from place `first` on."""
+    total = 0
+    for index, block in enumerate(blocks, first):
+        if block != NO_BLOCK:
+            total += xxh3_64_intdigest(_pack_5(TABLE, seq, group, index, block))
+    return total
 
 
-def entry_line(entry: Entry) -> int:
-    """One index entry."""
-    data = _pack_5(ENTRY, entry.id, entry.parent, entry.key, entry.children) + entry.tokens
-    for ids in entry.blocks:
-        data += _packers[1 + len(ids)](len(ids), *ids)
-    return xxh3_64_intdigest(data + _names(entry.namespace))
+def block_lines(
+    group: int, numbers: Iterable[int], blocks: Map[int, Block] | MapMutation[int, Block]
+) -> int:
+    """The sum for those of `numbers` that are held or published."""
+    total = 0
+    for number in numbers:
+        block = blocks.get(number)
+        if block is not None:
+            data = _pack_6(BLOCK, group, number, block.refs, block.pins, block.entry)
+            total += xxh3_64_intdigest(data)
+    return total
+
+
+def queue_lines(kind: int, group: int, places: Iterable[tuple[int, int]]) -> int:
+    """The sum for (position, block) pairs of a queue."""
+    total = 0
+    for position, block in places:
+        total += xxh3_64_intdigest(_pack_4(kind, group, position, block))
+    return total
+
+
+def entry_lines(numbers: Iterable[int], entries: Map[int, Entry] | MapMutation[int, Entry]) -> int:
+    """The sum for those of `numbers` that are in the index."""
+    total = 0
+    for number in numbers:
+        entry = entries.get(number)
+        if entry is not None:
+            data = _pack_5(ENTRY, number, entry.parent, entry.key, entry.children) + entry.tokens
+            for ids in entry.blocks:
+                data += _packers[1 + len(ids)](len(ids), *ids)
+            total += xxh3_64_intdigest(data + _names(entry.namespace))
+    return total
 
 
 @functools.lru_cache(maxsize=256)
@@ -109,26 +138,16 @@ def scalars_line(state: State) -> int:
 
 def recompute(state: State) -> int:
     """The digest of a state from nothing."""
-    return sum(_lines(state)) & MASK
-
-
-def _lines(state: State) -> Iterator[int]:
-    yield scalars_line(state)
+    total = scalars_line(state) + entry_lines(state.entries, state.entries)
     for sequence in state.sequences.values():
-        yield sequence_line(sequence)
+        total += sequence_line(sequence)
         for group, table in enumerate(sequence.tables):
-            for index, block in enumerate(table):
-                if block != NO_BLOCK:
-                    yield table_line(sequence.id, group, index, block)
-    for number, group_state in enumerate(state.groups):
-        for block, record in group_state.blocks.items():
-            yield block_line(number, block, record)
-        for position, block in group_state.free.items.items():
-            yield line(FREE, number, position, block)
-        for position, block in group_state.cached.items.items():
-            yield line(CACHED, number, position, block)
-    for entry in state.entries.values():
-        yield entry_line(entry)
+            total += table_lines(sequence.id, group, 0, table)
+    for number, held in enumerate(state.groups):
+        total += block_lines(number, held.blocks, held.blocks)
+        total += queue_lines(FREE, number, held.free.items.items())
+        total += queue_lines(CACHED, number, held.cached.items.items())
     for step, pins in state.pins.items():
         for group, block in pins:
-            yield pin_line(step, group, block)
+            total += pin_line(step, group, block)
+    return total & MASK

@@ -15,13 +15,13 @@ from .digest import (
     CACHED,
     FREE,
     MASK,
-    block_line,
-    entry_line,
-    line,
+    block_lines,
+    entry_lines,
     pin_line,
+    queue_lines,
     scalars_line,
     sequence_line,
-    table_line,
+    table_lines,
 )
 from .errors import InvariantBroken
 from .events import NO_BLOCK
@@ -34,43 +34,51 @@ SKIPPED_MAX = 1024
 
 
 class QueueDraft:
-    """A queue while it changes."""
+    """A queue while it changes. What came into it by now stands apart: it may go at once."""
 
     def __init__(self, queue: Queue) -> None:
+        self._before = queue
         self.items: MapMutation[int, int] = queue.items.mutate()
         self.places: MapMutation[int, int] = queue.places.mutate()
         self.head = queue.head
         self.tail = queue.tail
-        self._first_new = queue.tail
+        self._new_items: dict[int, int] = {}
+        self._new_places: dict[int, int] = {}
         self._left: list[tuple[int, int]] = []
 
     def push(self, block: int) -> None:
         """Append a block."""
         position = self.tail
-        self.items[position] = block
-        self.places[block] = position
+        self._new_items[position] = block
+        self._new_places[block] = position
         self.tail = position + 1
 
     def remove(self, block: int) -> None:
         """Take a block out, wherever it stands. The head skips gaps."""
-        items, position = self.items, self.places.pop(block)
-        del items[position]
-        if position < self._first_new:
+        items, new = self.items, self._new_items
+        position = self._new_places.pop(block, None)
+        if position is None:
+            position = self.places.pop(block)
+            del items[position]
             self._left.append((position, block))
-        while self.head < self.tail and self.head not in items:
+        else:
+            del new[position]
+        while self.head < self.tail and self.head not in items and self.head not in new:
             self.head += 1
 
     def digest_delta(self, kind: int, group: int) -> int:
-        """What a state's digest gains: lines of places that are new, less those of empty ones."""
-        delta = -sum([line(kind, group, position, block) for position, block in self._left])
-        for position in range(self._first_new, self.tail):
-            block = self.items.get(position)
-            if block is not None:
-                delta += line(kind, group, position, block)
-        return delta
+        """What a state's digest gains by the changes so far."""
+        if not self._new_items and not self._left:
+            return 0
+        gained = queue_lines(kind, group, self._new_items.items())
+        return gained - queue_lines(kind, group, self._left)
 
     def finish(self) -> Queue:
         """The queue as a value."""
+        if self.tail == self._before.tail and not self._left:
+            return self._before
+        self.items.update(self._new_items)
+        self.places.update(self._new_places)
         return Queue(self.items.finish(), self.places.finish(), self.head, self.tail)
 
 
@@ -89,15 +97,10 @@ class GroupDraft:
 
     def digest_delta(self) -> int:
         """What a state's digest gains by the changes so far."""
-        group, before, after = self.number, self._before, self.blocks
+        group, changed = self.number, self._changed
         delta = self.free.digest_delta(FREE, group) + self.cached.digest_delta(CACHED, group)
-        for number in self._changed:
-            old, new = before.get(number), after.get(number)
-            if old is not None:
-                delta -= block_line(group, number, old)
-            if new is not None:
-                delta += block_line(group, number, new)
-        return delta
+        delta -= block_lines(group, changed, self._before)
+        return delta + block_lines(group, changed, self.blocks)
 
     def finish(self) -> GroupState:
         """The group as a value."""
@@ -197,8 +200,8 @@ class Draft:
         self.geometry = state.geometry
         self.paged_groups = [at for at, it in enumerate(self.geometry.groups) if it.kind in PAGED]
         self.sequences: MapMutation[int, Sequence] = state.sequences.mutate()
-        self.entries: MapMutation[int, Entry] | None = None
-        self.by_key: MapMutation[int, tuple[int, ...]] | None = None
+        self.entries: MapMutation[int, Entry] = state.entries.mutate()
+        self.by_key: MapMutation[int, tuple[int, ...]] = state.by_key.mutate()
         self._changed_entries: set[int] = set()
         self.pins = state.pins
         self.issued_step = state.issued_step
@@ -247,15 +250,11 @@ class Draft:
 
     def table_gains(self, seq: int, group: int, first: int, blocks: tuple[int, ...]) -> None:
         """The digest learns of blocks at table places from `first` on."""
-        for index, block in enumerate(blocks, first):
-            if block != NO_BLOCK:
-                self.delta += table_line(seq, group, index, block)
+        self.delta += table_lines(seq, group, first, blocks)
 
     def table_loses(self, seq: int, group: int, first: int, blocks: tuple[int, ...]) -> None:
         """The digest forgets them."""
-        for index, block in enumerate(blocks, first):
-            if block != NO_BLOCK:
-                self.delta -= table_line(seq, group, index, block)
+        self.delta -= table_lines(seq, group, first, blocks)
 
     def release_tail(self, sequence: Sequence, group: int, keep: int) -> tuple[int, ...]:
         """Drop a table's blocks from place `keep` on, tail first; returns what is left."""
@@ -270,35 +269,26 @@ class Draft:
                 blocks.release(block, refs=1)
         return table[:keep]
 
-    def index(self) -> tuple[MapMutation[int, Entry], MapMutation[int, tuple[int, ...]]]:
-        """The prefix index's working copies: entries, and entries by key."""
-        if self.entries is None or self.by_key is None:
-            self.entries = self.base.entries.mutate()
-            self.by_key = self.base.by_key.mutate()
-        return self.entries, self.by_key
-
     def add_entry(self, new: Entry) -> None:
-        """Add an index entry."""
-        entries, by_key = self.index()
+        """Add an entry to the prefix index."""
         self._changed_entries.add(new.id)
-        entries[new.id] = new
-        by_key[new.key] = (*by_key.get(new.key, ()), new.id)
+        self.entries[new.id] = new
+        self.by_key[new.key] = (*self.by_key.get(new.key, ()), new.id)
 
     def put_entry(self, new: Entry) -> None:
-        """Replace an index entry by one of the same key."""
+        """Replace an entry by one of the same key."""
         self._changed_entries.add(new.id)
-        self.index()[0][new.id] = new
+        self.entries[new.id] = new
 
     def drop_entry(self, old: Entry) -> None:
-        """Forget an index entry."""
-        entries, by_key = self.index()
+        """Forget an entry."""
         self._changed_entries.add(old.id)
-        del entries[old.id]
-        left = tuple([number for number in by_key[old.key] if number != old.id])
+        del self.entries[old.id]
+        left = tuple([number for number in self.by_key[old.key] if number != old.id])
         if left:
-            by_key[old.key] = left
+            self.by_key[old.key] = left
         else:
-            del by_key[old.key]
+            del self.by_key[old.key]
 
     def pin(self, step: int, group: int, block: int) -> None:
         """Hold a block until `step` is written."""
@@ -320,33 +310,21 @@ class Draft:
         self._start(state)
         return state
 
-    def _index_delta(self) -> int:
-        """What the digest gains by changes of the prefix index."""
-        delta, before, after = 0, self.base.entries, self.entries
-        if after is not None:
-            for number in self._changed_entries:
-                old, new = before.get(number), after.get(number)
-                if old is not None:
-                    delta -= entry_line(old)
-                if new is not None:
-                    delta += entry_line(new)
-        return delta
-
     def finish(self) -> State:
         """The new state."""
         base = self.base
-        groups, delta = list(base.groups), self.delta
+        groups, delta, changed = list(base.groups), self.delta, self._changed_entries
         for number, draft in enumerate(self._groups):
             if draft is not None:
                 delta += draft.digest_delta()
                 groups[number] = draft.finish()
-        delta += self._index_delta()
+        delta += entry_lines(changed, self.entries) - entry_lines(changed, base.entries)
         state = State(
             base.geometry,
             tuple(groups),
             self.sequences.finish(),
-            base.entries if self.entries is None else self.entries.finish(),
-            base.by_key if self.by_key is None else self.by_key.finish(),
+            self.entries.finish() if changed else base.entries,
+            self.by_key.finish() if changed else base.by_key,
             self.pins,
             self.issued_step,
             self.written_step,

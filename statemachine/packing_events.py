@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from . import events as ev
 from . import wire
@@ -216,14 +216,13 @@ _SPECIAL: dict[type[Struct], tuple[_Packer, _Packer]] = {
 
 
 def _follower(target: type[Struct], source: type[Struct]) -> _Packer:
-    """Copies a struct's fields one by one, and lets the tracker see the event."""
-    names = source.__struct_fields__
+    """Copies a struct's fields, and lets the tracker see the event."""
     follow = _FOLLOW.get(target) or _FOLLOW.get(source)
 
     def convert(tracker: Tracker, step: int, value: Any) -> Any:
         if follow is not None:
             follow(tracker, value)
-        return target(*[getattr(value, name) for name in names])
+        return target(*structs.astuple(value))
 
     return convert
 

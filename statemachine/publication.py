@@ -97,7 +97,7 @@ def loaded(draft: Draft, namespace: Namespace, event: BlockLoaded) -> None:
             f"{where} cannot be loaded in step {event.step}: step {draft.issued_step} was issued "
             f"and {draft.written_step} written"
         )
-    parent = draft.index()[0].get(event.parent)
+    parent = draft.entries.get(event.parent)
     if event.parent != NO_ENTRY and (parent is None or parent.namespace != namespace):
         raise InvariantBroken(
             f"{where} was loaded below entry {event.parent}, which is not in the namespace of "
@@ -124,7 +124,7 @@ def stored(draft: Draft, event: BlockStored) -> None:
         raise InvariantBroken(
             f"block {event.block} of group {event.group} is not published: it cannot be stored"
         )
-    key = draft.index()[0][record.entry].key
+    key = draft.entries[record.entry].key
     if key != event.key:
         raise InvariantBroken(
             f"block {event.block} of group {event.group} has key {key}, not {event.key}"
@@ -179,8 +179,8 @@ def find_entry(
     draft: Draft, namespace: Namespace, parent: int, key: int, tokens: bytes
 ) -> Entry | None:
     """The entry of exactly these tokens below `parent`, in this namespace."""
-    entries, by_key = draft.index()
-    for number in by_key.get(key, ()):
+    entries = draft.entries
+    for number in draft.by_key.get(key, ()):
         entry: Entry = entries[number]
         same = entry.tokens == tokens and entry.namespace == namespace
         if same and entry.parent == parent:
@@ -191,7 +191,7 @@ def find_entry(
 def _adopt_child(draft: Draft, parent: int) -> None:
     """Count one child more of an entry, where there is one."""
     if parent != NO_ENTRY:
-        old: Entry = draft.index()[0][parent]
+        old: Entry = draft.entries[parent]
         draft.put_entry(structs.replace(old, children=old.children + 1))
 
 
@@ -201,7 +201,7 @@ def _keep_or_drop(draft: Draft, changed: Entry) -> None:
         draft.drop_entry(changed)
         if changed.parent == NO_ENTRY:
             return
-        above: Entry = draft.index()[0][changed.parent]
+        above: Entry = draft.entries[changed.parent]
         changed = structs.replace(above, children=above.children - 1)
     draft.put_entry(changed)
 
@@ -209,7 +209,7 @@ def _keep_or_drop(draft: Draft, changed: Entry) -> None:
 def evicted(draft: Draft, group: int, block: int) -> Entry:
     """Take a cached block out of the index; returns the entry that named it, as it was."""
     number = draft.group(group).unpublish(block)
-    old: Entry = draft.index()[0][number]
+    old: Entry = draft.entries[number]
     blocks = list(old.blocks)
     blocks[group] = tuple([other for other in blocks[group] if other != block])
     _keep_or_drop(draft, structs.replace(old, blocks=tuple(blocks)))

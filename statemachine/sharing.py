@@ -77,7 +77,7 @@ def _require_identity(draft: Draft, new: Sequence, event: ev.PrefixAdopted) -> N
             found = set() if whole is None else {whole.id}
         else:
             tokens = pack(event.tokens[index * size :])
-            entries = [draft.index()[0][number] for number in named]
+            entries = [draft.entries[number] for number in named]
             found = {
                 entry.id
                 for entry in entries
