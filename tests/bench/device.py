@@ -1,6 +1,6 @@
 """A GPU at a glance: logits over pages against mlx-lm's caches, then times of real shapes.
 
-`python -m tests.bench.device [checks|layer|steps|prefill|memory|more ...]`; all by default.
+`python -m tests.bench.device [checks|whole|layer|steps|prefill|memory|more ...]`; all by default.
 Random weights in bfloat16: times do not depend on them. `tables` is attention by a kernel that
 reads block tables, where this device has one; `gather` is what serves without it.
 """
@@ -27,7 +27,7 @@ from kernel import model_kernel  # noqa: E402
 from kernel.model_kernel import ModelKernel  # noqa: E402
 from kernel.paged_attention import Dialect  # noqa: E402
 from server.engine import Engine  # noqa: E402
-from server.loop import Parts  # noqa: E402
+from server.parts import Parts  # noqa: E402
 from server.policy import Policy  # noqa: E402
 from server.submission import Submission, Update  # noqa: E402
 from statemachine.geometry import Geometry, Group  # noqa: E402
@@ -35,6 +35,7 @@ from statemachine.records import Parameters  # noqa: E402
 from tests.bench import device_more  # noqa: E402
 from tests.bench.device_check import check, check_lookahead, device_dialect  # noqa: E402
 from tests.bench.device_layer import layers  # noqa: E402
+from tests.bench.device_whole import check_draft, check_few_rows, check_states  # noqa: E402
 
 SHAPES: dict[str, dict[str, Any]] = {
     "135M shape": {
@@ -230,6 +231,7 @@ def main() -> None:
     """Checks, then tables."""
     print(mx.default_device(), mx.device_info().get("device_name", ""))
     parts = {"checks": (check, check_lookahead), "layer": (layers,), "steps": (steps,)}
+    parts |= {"whole": (check_few_rows, check_states, check_draft)}
     parts |= {"prefill": (prefill,), "memory": (memory,), "more": (more,)}
     for name in sys.argv[1:] or parts:
         for part in parts[name]:

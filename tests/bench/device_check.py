@@ -12,7 +12,7 @@ from kernel.paged_attention import Dialect
 from kernel.paged_choice import choose
 from kernel.tiny import tiny_llama
 from server.engine import Engine
-from server.loop import Parts
+from server.parts import Parts
 from server.policy import Policy
 from server.submission import Submission, Update
 from statemachine.geometry import Geometry

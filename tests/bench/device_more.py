@@ -24,7 +24,7 @@ from kernel.products import Products
 from kernel.quantised import quantised
 from server.capture import CaptureWriter
 from server.engine import Engine
-from server.loop import Parts
+from server.parts import Parts
 from server.policy import Policy
 from server.submission import Submission, Update
 from statemachine.geometry import Geometry, Group
@@ -35,6 +35,7 @@ CONTEXT_TOKENS = 512
 STEPS = 120
 ROWS = (1, 8, 16, 32, 64)
 CALLS = (16, 48)
+TURNS = 12
 DRAWN: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "top_k": 50}
 
 
@@ -56,6 +57,7 @@ def step_ms(
     drawn: bool = False,
     capture: CaptureWriter | None = None,
     bits: int = 0,
+    context: int = CONTEXT_TOKENS,
 ) -> float:
     """Median milliseconds of a decode step of `batch` rows, one step ahead."""
     geometry = Geometry(block_size=16, groups=(Group(num_blocks=batch * 44),))
@@ -74,7 +76,7 @@ def step_ms(
     engine.open()
     sinks = [Times() for _ in range(batch)]
     for number, sink in enumerate(sinks):
-        prompt = tuple((number * 7 + place) % 997 for place in range(CONTEXT_TOKENS))
+        prompt = tuple((number * 7 + place) % 997 for place in range(context))
         wanted: dict[str, Any] = {"seed": number, **DRAWN} if drawn else {}
         engine.submit(Submission(prompt, Parameters(max_tokens=STEPS, **wanted)), sink)
     while engine.step() and not all(sink.at for sink in sinks):
@@ -125,19 +127,20 @@ def _products_us(body: FewRows, rows: int, products: Products) -> list[float]:
 
     def heads(number: int) -> mx.array:
         it = layers[number % len(layers)]
-        return products.heads(x, it.before, it.projections, places, it.rope)[0]
+        after = it.out.weights
+        return products.heads(x, it.before, it.projections, places, it.rope, after)[0]
 
     def out(number: int) -> mx.array:
         it = layers[number % len(layers)]
-        return products.added(x, it.attention.o_proj.weight, x)
+        return products.added(x, it.out, x, it.gates)
 
     def gated(number: int) -> mx.array:
         it = layers[number % len(layers)]
-        return products.gated(x, it.between, it.gates)
+        return products.gated(x, it.between, it.gates, it.down.weights)
 
     def down(number: int) -> mx.array:
         it = layers[number % len(layers)]
-        return products.added(y, it.network.down_proj.weight, x)
+        return products.added(y, it.down, x, it.gates)
 
     return [product_us(it) for it in (heads, out, gated, down)]
 
@@ -171,15 +174,19 @@ def drawn(name: str, model: Any, dialect: Dialect) -> None:
 
 
 def captured(name: str, model: Any, dialect: Dialect, batch: int = 64) -> None:
-    """A step with a capture and without, in turn."""
-    times: dict[bool, list[float]] = {False: [], True: []}
+    """A step with a capture and without, in many short turns; which comes first changes."""
+    pairs: list[tuple[float, float]] = []
     with tempfile.TemporaryDirectory() as folder:
-        for turn in range(8):
-            file = CaptureWriter(Path(folder) / f"{turn}.log") if turn % 2 else None
-            times[bool(turn % 2)].append(step_ms(model, batch, dialect, capture=file))
-    off, on = (statistics.median(times[it]) for it in (False, True))
-    print(f"{name}, {batch} rows, capture off {off:.2f} ms, on {on:.2f} ms: {on / off:.3f}")
-    print("  each run:", " ".join(f"{a:.2f}/{b:.2f}" for a, b in zip(*times.values(), strict=True)))
+        for turn in range(TURNS):
+            found = {}
+            for is_on in (turn % 2 == 0, turn % 2 == 1):
+                file = CaptureWriter(Path(folder) / f"{turn}.log") if is_on else None
+                found[is_on] = step_ms(model, batch, dialect, capture=file, context=128)
+            pairs.append((found[False], found[True]))
+    off, on = (statistics.median(it) for it in zip(*pairs, strict=True))
+    ratio = statistics.median(b / a for a, b in pairs)
+    print(f"{name}, {batch} rows, capture off {off:.2f} ms, on {on:.2f} ms, ratio {ratio:.3f}")
+    print("  each pair:", " ".join(f"{a:.2f}/{b:.2f}" for a, b in pairs), flush=True)
 
 
 def words(name: str, model: Any) -> None:
