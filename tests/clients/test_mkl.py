@@ -67,4 +67,4 @@ if LINUX_CPU:
         assert "Paris" in said
         for depth in ("fold", "plan", "forward", "reference"):
             command = [str(scripts / "replay"), str(tape), "--depth", depth]
-            assert run_client(command, tmp_path, **settings).startswith("clean")
+            assert run_client(command, tmp_path, **settings).startswith(f"CLEAN at depth {depth}: ")
