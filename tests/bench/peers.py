@@ -21,7 +21,7 @@ from pathlib import Path
 import httpx
 from attrs import define, field, frozen
 
-from tests.clients.environments import ROOT, environment
+from tests.clients.environments import ROOT, environment, mkl_packages
 
 HERE = Path(__file__).parent
 PROJECT = HERE.parents[1]
@@ -50,7 +50,7 @@ class Unavailable(Exception):
 class Peer:
     """A server to compare with. prepare: installs it, and returns its interpreter. command: from
     (interpreter, port, whether prompts are long). packages: whose versions are told. model: the
-    name to ask for.
+    name to ask for. variables: of its environment, known once it is installed.
     """
 
     name: str
@@ -60,6 +60,7 @@ class Peer:
     model: str
     fits_all: bool = True
     """Whether one process takes short and long prompts alike."""
+    variables: Callable[[], dict[str, str]] = dict
 
 
 def model_folder() -> Path:
@@ -96,6 +97,15 @@ def _installed(name: str, *installs: tuple[str, ...]) -> Callable[[], Path]:
     return prepare
 
 
+def _with_mkl() -> Path:
+    """This interpreter, to which oneMKL can be shown."""
+    try:
+        mkl_packages()
+    except (OSError, subprocess.SubprocessError) as error:
+        raise Unavailable(f"oneMKL could not be installed: {error}") from error
+    return Path(sys.executable)
+
+
 def _with_blas(module: str, *arguments: str) -> Callable[[Path, int, bool], list[str]]:
     def command(python: Path, port: int, _long: bool) -> list[str]:
         launch = [str(python), "-P", str(HERE / "launch_with_blas.py"), str(PROJECT), module]
@@ -117,7 +127,21 @@ def _llama_cpp(python: Path, port: int, long: bool) -> list[str]:
 
 FOLDER = str(ROOT / "bench-model")
 PEERS = [
-    Peer("mlxtape", lambda: Path(sys.executable), _ours(), ("mlx", "mlx-lm"), MODEL),
+    Peer(
+        "mlxtape",
+        _with_mkl,
+        _ours(),
+        ("mlx", "mlx-lm", "mkl"),
+        MODEL,
+        variables=lambda: {"PYTHONPATH": str(mkl_packages())},
+    ),
+    Peer(
+        "mlxtape with OpenBLAS",
+        lambda: Path(sys.executable),
+        _ours(),
+        ("mlx", "mlx-lm", "ngsolve-openblas"),
+        MODEL,
+    ),
     Peer(
         "mlx_lm.server as installed",
         _installed("bench-mlx-lm", (MLX_LM, MLX)),
@@ -201,6 +225,7 @@ class Running:
         empty = self.folder / "hub"
         empty.mkdir(exist_ok=True)
         environ = kept | {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(empty)}
+        environ |= self.peer.variables()
         log = self.folder / "log"
         with open(log, "wb") as said:
             self.process = subprocess.Popen(
@@ -264,7 +289,11 @@ def versions(peer: Peer, python: Path) -> str:
         "print(', '.join(f'{name} {version(name)}' for name in sys.argv[1:]))"
     )
     done = subprocess.run(
-        [str(python), "-c", asked, *peer.packages], check=True, capture_output=True, text=True
+        [str(python), "-c", asked, *peer.packages],
+        check=True,
+        capture_output=True,
+        text=True,
+        env=os.environ | peer.variables(),
     )
     return done.stdout.strip()
 

@@ -22,6 +22,7 @@ PYTHON = {
     "schemathesis": ("schemathesis==4.32.5",),
 }
 NODE = {"openai": "6.49.0"}
+MKL = "mkl==2026.2.0"
 
 
 def bin_of(name: str) -> Path:
@@ -40,6 +41,13 @@ def environment(name: str, *installs: tuple[str, ...]) -> Path:
             _run([str(home / "bin/python"), "-m", "pip", "install", "--quiet", *arguments])
         marker.write_text(wanted)
     return home / "bin"
+
+
+def mkl_packages() -> Path:
+    """The folder on PYTHONPATH by which this interpreter finds oneMKL (the `mkl` extra)."""
+    bin_folder = environment("mkl", (MKL,))
+    (packages,) = bin_folder.parent.glob("lib/python*/site-packages")
+    return packages
 
 
 def node_folder() -> Path:
@@ -82,4 +90,5 @@ def _run(command: list[str], folder: Path | None = None) -> None:
 if __name__ == "__main__":
     for client in PYTHON:
         print(bin_of(client), flush=True)
+    print(mkl_packages(), flush=True)
     print(node_folder())

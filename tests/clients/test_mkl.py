@@ -13,7 +13,7 @@ import pytest
 from tests.real_server import SMOLLM2
 from tests.test_blas import DIRECT, LINUX_CPU, PRODUCT
 
-from .environments import environment, run_client
+from .environments import mkl_packages, run_client
 
 LOAD = "from kernel.blas import load_blas; name = load_blas()"
 ROOT = Path(__file__).parents[2]
@@ -23,9 +23,7 @@ if LINUX_CPU:
     @pytest.fixture(scope="module")
     def shown() -> str:
         """Where Python finds oneMKL."""
-        bin_folder = environment("mkl", ("mkl==2026.2.0",))
-        (packages,) = bin_folder.parent.glob("lib/python*/site-packages")
-        return f"{packages}:{ROOT}"
+        return f"{mkl_packages()}:{ROOT}"
 
     def run_python(folder: Path, shown: str, program: str, **variables: str) -> str:
         command = [sys.executable, "-c", program]
