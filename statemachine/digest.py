@@ -106,14 +106,16 @@ def queue_lines(kind: int, group: int, places: Iterable[tuple[int, int]]) -> int
 
 def entry_lines(numbers: Iterable[int], entries: Map[int, Entry] | MapMutation[int, Entry]) -> int:
     """The sum for those of `numbers` that are in the index."""
-    total = 0
+    total, space, names = 0, None, b""
     for number in numbers:
         entry = entries.get(number)
         if entry is not None:
+            if entry.namespace is not space:
+                space, names = entry.namespace, _names(entry.namespace)
             data = _pack_5(ENTRY, number, entry.parent, entry.key, entry.children) + entry.tokens
             for ids in entry.blocks:
                 data += _packers[1 + len(ids)](len(ids), *ids)
-            total += xxh3_64_intdigest(data + _names(entry.namespace))
+            total += xxh3_64_intdigest(data + names)
     return total
 
 

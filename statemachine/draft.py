@@ -227,7 +227,9 @@ class Draft:
 
     def block(self, group: int, number: int) -> Block | None:
         """A block's record, to be read."""
-        record: Block | None = self.blocks(group).get(number)
+        draft = self._groups[group]
+        blocks = self.base.groups[group].blocks if draft is None else draft.blocks
+        record: Block | None = blocks.get(number)
         return record
 
     def sequence(self, seq: int) -> Sequence:
@@ -284,11 +286,11 @@ class Draft:
         """Forget an entry."""
         self._changed_entries.add(old.id)
         del self.entries[old.id]
-        left = tuple([number for number in self.by_key[old.key] if number != old.id])
-        if left:
-            self.by_key[old.key] = left
-        else:
+        same_key = self.by_key[old.key]
+        if same_key == (old.id,):
             del self.by_key[old.key]
+        else:
+            self.by_key[old.key] = tuple([number for number in same_key if number != old.id])
 
     def pin(self, step: int, group: int, block: int) -> None:
         """Hold a block until `step` is written."""

@@ -195,22 +195,20 @@ def _adopt_child(draft: Draft, parent: int) -> None:
         draft.put_entry(structs.replace(old, children=old.children + 1))
 
 
-def _keep_or_drop(draft: Draft, changed: Entry) -> None:
-    """Put an entry that lost something; one that has nothing left goes, its parents likewise."""
-    while not (changed.children or any(changed.blocks)):
-        draft.drop_entry(changed)
-        if changed.parent == NO_ENTRY:
-            return
-        above: Entry = draft.entries[changed.parent]
-        changed = structs.replace(above, children=above.children - 1)
-    draft.put_entry(changed)
-
-
 def evicted(draft: Draft, group: int, block: int) -> Entry:
-    """Take a cached block out of the index; returns the entry that named it, as it was."""
+    """Take a cached block out of the index; returns the entry that named it, as it was. One without
+    blocks and children goes, its parents likewise.
+    """
     number = draft.group(group).unpublish(block)
-    old: Entry = draft.entries[number]
-    blocks = list(old.blocks)
-    blocks[group] = tuple([other for other in blocks[group] if other != block])
-    _keep_or_drop(draft, structs.replace(old, blocks=tuple(blocks)))
-    return old
+    found: Entry = draft.entries[number]
+    named = list(found.blocks)
+    named[group] = tuple([other for other in named[group] if other != block])
+    old, blocks, children = found, tuple(named), found.children
+    while not (children or any(blocks)):
+        draft.drop_entry(old)
+        if old.parent == NO_ENTRY:
+            return found
+        old = draft.entries[old.parent]
+        blocks, children = old.blocks, old.children - 1
+    draft.put_entry(structs.replace(old, blocks=blocks, children=children))
+    return found
