@@ -6,6 +6,7 @@ version emits. Needs no model: sampled tokens are the recorded ones.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -90,25 +91,9 @@ class Planner:
             self._requests.ended(record)
 
     def _follow(self, record: Record) -> None:
-        if isinstance(record, Header):
-            self._header(record)
-        elif isinstance(record, Checkpoint):
-            self._checkpoint(record)
-        elif isinstance(record, Gap):
-            self._fresh = True
-        elif isinstance(record, Finished):
-            self._finished += (record,)
-        elif isinstance(record, RequestArrived | RequestCancelled | FlushRequested | BlocksOffered):
-            self._received(record)
-        elif isinstance(record, StepPlanned):
-            self._planned(record)
-        elif isinstance(record, Drafted):
-            with told_at(self._known().step):
-                self._drafted(record.record)
-        elif isinstance(record, StepDone):
-            self._done(record)
-        elif isinstance(record, StepFailed):
-            self._failed(record)
+        handler = _HANDLERS.get(type(record))
+        if handler is not None:
+            handler(self, record)
 
     def _header(self, record: Header) -> None:
         if self.view is None:
@@ -153,7 +138,17 @@ class Planner:
             step = self._known().step
             raise Diverged(Divergence(PLAN, step, str(error), type(record).__name__)) from error
 
-    def _drafted(self, record: StepPlanned | StepDone | StepFailed) -> None:
+    def _gap(self, _record: Gap) -> None:
+        self._fresh = True
+
+    def _ends(self, record: Finished) -> None:
+        self._finished += (record,)
+
+    def _drafted(self, record: Drafted) -> None:
+        with told_at(self._known().step):
+            self._draft_record(record.record)
+
+    def _draft_record(self, record: StepPlanned | StepDone | StepFailed) -> None:
         """A step of the draft model: what it guesses is the tape's, all else is derived."""
         kind = type(record).__name__
         try:
@@ -261,6 +256,22 @@ class Planner:
         if plan is None:
             raise Diverged(Divergence(PLAN, step, "it was never planned", kind))
         return plan
+
+
+_HANDLERS: dict[type, Callable[[Planner, Any], None]] = {
+    Header: Planner._header,
+    Checkpoint: Planner._checkpoint,
+    Gap: Planner._gap,
+    Finished: Planner._ends,
+    RequestArrived: Planner._received,
+    RequestCancelled: Planner._received,
+    FlushRequested: Planner._received,
+    BlocksOffered: Planner._received,
+    StepPlanned: Planner._planned,
+    Drafted: Planner._drafted,
+    StepDone: Planner._done,
+    StepFailed: Planner._failed,
+}
 
 
 def _sampling(plan: StepPlan) -> tuple[int, ...]:

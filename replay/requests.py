@@ -93,11 +93,11 @@ class Requests:
         """Compare who is closed with who came to an end. Raises Diverged."""
         live = self._answers.live
         seqs = [piece.seq for piece in plan.pieces]
-        answers = [(seq, live[seq], len(live[seq].samples)) for seq in seqs if seq in live]
+        answers = [(seq, it, len(it.samples)) for seq in seqs if (it := live.get(seq)) is not None]
         sequences, drafts = plan.state.sequences, plan.policy.draft_tokens
         guessed = [sequences[seq] for seq in seqs] if drafts else []
         self._answers.done(record, Pieces(seqs, [], guessed, {}, ()))
-        closed = {event.seq for event in record.events if isinstance(event, Closed)}
+        closed = {event.seq for event in record.events if type(event) is Closed}
         for seq, answer, known in answers:
             fresh = len(answer.samples) - known
             if fresh and self._is_over(answer, fresh) != (seq in closed):
@@ -114,9 +114,10 @@ class Requests:
         ends = parameters.end_tokens
         if ends and any(it.token in ends for it in samples[-fresh:]):
             return True
-        prompt = len(answer.arrived.tokens)
-        known = prompt + len(answer.before) + len(samples)
-        return known >= prompt + parameters.max_tokens or known >= self._capacity
+        said = len(answer.before) + len(samples)
+        if said >= parameters.max_tokens:
+            return True
+        return len(answer.arrived.tokens) + said >= self._capacity
 
     def ended(self, record: Record) -> None:
         """Call once a record was followed."""

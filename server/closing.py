@@ -21,6 +21,7 @@ from statemachine.events import (
     CommittedEach,
     Event,
     FrontTrimmed,
+    StepWritten,
 )
 from statemachine.geometry import has_state
 from statemachine.records import Finished
@@ -56,7 +57,7 @@ def drawn(view: View, plan: StepPlan, tokens: tuple[int, ...]) -> Iterator[Drawn
 
     Raises ValueError where there are not as many tokens as samples.
     """
-    wanted = sum(piece.samples for piece in plan.pieces)
+    wanted = sum([piece.samples for piece in plan.pieces])
     if wanted != len(tokens):
         raise ValueError(f"step {plan.step} has {wanted} samples, not {len(tokens)}")
     at = 0
@@ -128,23 +129,29 @@ def close_step(view: View, plan: StepPlan, found: tuple[Outcome, ...]) -> tuple[
         return ()
     reasons = {outcome.seq: outcome.reason for outcome in found if outcome.reason is not None}
     size = view.state.geometry.block_size
-    events: list[Event] = list(commands.step_written(view.state, plan.step))
+    events: list[Event] = [StepWritten(plan.step)]
     written = apply_all(view.state, events)
-    resolving = _resolve(written, plan, found)
-    events += resolving
+    resolving: list[Event] = []
+    if plan.policy.draft_tokens or len(view.flights) > 1:  # or no row was issued on the chance
+        resolving = _resolve(written, plan, found)
+        events += resolving
     closing: list[PlannedPiece] = []
+    sequences = written.sequences
     for piece in plan.pieces:
-        sequence = written.sequences.get(piece.seq)
+        seq = piece.seq
+        sequence = sequences.get(seq)
         if sequence is None:
             continue  # it was cancelled, and closed, while the step was in flight
         edge = sequence.committed % size == 0
-        if edge or piece.purpose in (PROMPT, DRAFT) or piece.seq in reasons:
+        if edge or piece.purpose in (PROMPT, DRAFT) or seq in reasons:
             closing.append(piece)
     if closing:
         # Rows that CommittedEach names are those of the step in flight: they are not written yet,
         # so nothing that is asked of the closing pieces depends on them.
         resolved = [event for event in resolving if not isinstance(event, CommittedEach)]
-        events += _closings(apply_all(written, resolved), plan, closing, reasons)
+        if resolved:
+            written = apply_all(written, resolved)
+        events += _closings(written, plan, closing, reasons)
     return tuple(events)
 
 
