@@ -156,7 +156,7 @@ def _plan_drafts(draft: Draft, seqs: list[int], drafts: dict[int, tuple[int, ...
             state = apply_all(state, events)
         for seq, guess in drafts.items():
             fed = (requests[seq].stream.last(), *guess)
-            fresh = commands.append(state, seq, step, tokens=fed, purpose=DRAFT)
+            fresh = commands.append(state, seq, step, fed, purpose=DRAFT, applied=True)
             state = apply_all(state, fresh)
             events += fresh
             pieces.append(PlannedPiece(seq, len(fed), 0, DRAFT, len(fed)))

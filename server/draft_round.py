@@ -208,7 +208,11 @@ def _append_several(making: _Making, view: View, seq: int, rows: int, most: int)
     stream, held = view.requests[seq].stream, making.state.sequences[seq].committed
     tokens = stream.slice(held, held + rows)
     try:
-        making.do(commands.append(making.state, seq, making.pool.step, tokens, purpose=PROMPT))
+        making.do(
+            commands.append(
+                making.state, seq, making.pool.step, tokens, purpose=PROMPT, applied=True
+            )
+        )
     except PoolExhausted:
         return 0
     whole = held + rows == stream.length

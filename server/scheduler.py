@@ -136,12 +136,14 @@ def _plan_piece(draft: Draft, seq: int, rows: int, pads: int) -> bool:
         rows = rows_to_edge(draft.state.geometry.block_size, first, rows, stream.length)
     tokens = stream.slice(first, first + rows)
     try:
-        draft.do(commands.append(draft.state, seq, step, tokens=tokens, purpose=PROMPT))
+        draft.do(
+            commands.append(draft.state, seq, step, tokens=tokens, purpose=PROMPT, applied=True)
+        )
     except PoolExhausted:
         return False
     if pads:
         try:
-            draft.do(commands.append(draft.state, seq, step, rows=pads, purpose=PAD))
+            draft.do(commands.append(draft.state, seq, step, rows=pads, purpose=PAD, applied=True))
         except PoolExhausted:
             pads = 0
     samples = int(first + rows == stream.length)

@@ -123,16 +123,21 @@ def append(
     tokens: tuple[int, ...] | None = None,
     rows: int | None = None,
     purpose: str = ev.PROMPT,
+    applied: bool = False,
 ) -> Events:
-    """Issue rows of one purpose in `step`: tokens where they are known, else a number of rows."""
+    """Issue rows of one purpose in `step`: tokens where they are known, else a number of rows.
+
+    applied: the caller applies the events to this state at once, which finds what may not be, so
+    that it need not be done twice.
+    """
     count = len(tokens) if tokens is not None else (rows or 0)
     _positive(count, "an append")
     if tokens is not None and rows not in (None, len(tokens)):
         raise IllegalCommand(f"{len(tokens)} tokens are given for {rows} rows")
     supplies = [Supply(state, group) for group in range(len(state.geometry.groups))]
     sequence, moved = _sequence(state, seq), Moved()
-    events = _append(state, supplies, moved, sequence, step, count, tokens, purpose)
-    return _checked(state, tuple(events))
+    events = tuple(_append(state, supplies, moved, sequence, step, count, tokens, purpose))
+    return events if applied else _checked(state, events)
 
 
 def _append(
@@ -451,7 +456,8 @@ def preempt(state: State, seq: int) -> Events:
 
 def close(state: State, seq: int, reason: str = "") -> Events:
     """Empty a sequence and forget it."""
-    return _checked(state, (ev.Closed(seq, reason),))
+    _sequence(state, seq)  # all that closing asks for: to try it would release each block
+    return (ev.Closed(seq, reason),)
 
 
 def pool_reset(state: State) -> Events:
