@@ -342,3 +342,42 @@ def test_a_column_leaves_the_marks_that_single_appends_leave(
     single = apply(state, ev.Appended(0, step, 1, row, ((),), purpose))
     assert column == single
     assert column.sequences[0].marks[-2:] == (step, 6)
+
+
+def test_events_at_once_lead_to_the_state_that_they_lead_to_one_by_one() -> None:
+    """Blocks are freed and taken, entries come and go, queue places fill and empty, in one go."""
+    state = run(published(Geometry(4, (Group("full", 3),))), (commands.close, 0))
+    events: list[Event] = []
+    one_by_one = state
+    for step in (2, 3):
+        seq = step - 1
+        for command, *arguments in (
+            (commands.open_sequence, seq),
+            (commands.append, seq, step, tuple(range(step, step + 12))),
+            (commands.step_written, step),
+            (commands.publish, seq),
+            (commands.close, seq),
+        ):
+            for event in command(one_by_one, *arguments):
+                one_by_one = apply(one_by_one, event)
+                events.append(event)
+    kinds = [type(event).__name__ for event in events]
+    assert kinds.count("BlockEvicted") == kinds.count("BlockPublished") == 6
+    at_once = apply_all(state, events)
+    assert at_once == one_by_one
+    invariants.check_all(at_once)
+
+
+def test_an_append_that_its_caller_applies_is_refused_when_it_is_applied() -> None:
+    state = prefilled(B4, 4)
+    with pytest.raises(IllegalCommand, match="step 1 cannot append"):
+        commands.append(state, 0, 1, (5,))
+    events = commands.append(state, 0, 1, (5,), applied=True)
+    with pytest.raises(InvariantBroken, match="step 1 cannot append"):
+        apply_all(state, events)
+    assert commands.append(state, 0, 2, (5,), applied=True) == commands.append(state, 0, 2, (5,))
+
+
+def test_a_sequence_that_is_not_open_is_not_closed() -> None:
+    with pytest.raises(IllegalCommand, match="sequence 7 is not open"):
+        commands.close(prefilled(B4), 7)
