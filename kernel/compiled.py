@@ -23,6 +23,7 @@ from .errors import describe
 from .metadata import CacheUse
 from .pages import PageStep
 from .split import Body
+from .starting import settle
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +41,10 @@ class _Graph:
 
 
 class CompiledCalls:
-    """A packed call, compiled where a step allows it. `run`: the call as it is."""
+    """A packed call, compiled where a step allows it. `run`: the call as it is.
+
+    Feeding a graph that ran before evaluates nothing, and waits for nothing that is being started.
+    """
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -58,8 +62,10 @@ class CompiledCalls:
         self.replayed = False
         tables = context.tables
         if self.failure or tables is None or not tables.fixed or context.serving is not BASE:
+            settle()
             return self._run(body, context, pages)
         if self._asked is None:
+            settle()
             ran = self._run(body, context, pages)
             self._asked = tables.asked
             return ran
@@ -71,6 +77,7 @@ class CompiledCalls:
         graph = self._graphs.pop(key, None)
         known = graph is not None
         if graph is None:
+            settle()
             graph = self._trace(body, context, pages)
         hidden = None
         try:
@@ -88,6 +95,7 @@ class CompiledCalls:
                 self.failure,
             )
             self._graphs.clear()
+            settle()
             return self._run(body, context, pages)
         self.replayed = known
         self._graphs[key] = graph

@@ -27,6 +27,7 @@ from .paged_attention import Dialect
 from .pages import PageStep
 from .products import ROWS_MAX as FEW_ROWS_MAX
 from .split import Body, Head, body_and_head, unchanged
+from .starting import settle
 
 
 class PackedCall:
@@ -129,6 +130,8 @@ class Forward:
 
     def hidden(self, context: StepContext, pages: PageStep) -> tuple[mx.array, Observation]:
         """What the head is fed, [T, 1, D], and what the caches saw; writes go into `pages`."""
+        if not isinstance(self._calls, CompiledCalls):
+            settle()
         hidden, uses = self._calls.run(self._body_for(context), context, pages)
         return hidden, observe(context.metadata, _told(uses, self._layout.reads))
 

@@ -177,7 +177,6 @@ class ModelKernel:
 
         Its block copies stand even where its build fails: they are part of the state by then.
         """
-        settle()
         number = self._order.issue()
         self._copy(batch)
         built, seq, failure, wished = None, None, "", False
@@ -260,6 +259,7 @@ class ModelKernel:
         """Copy on write, before any write of the step. Raises EvalFailed."""
         if not batch.copies:
             return
+        settle()
         failure = ""
         try:
             self._pages.copy_blocks(batch.copies)
@@ -330,6 +330,7 @@ class ModelKernel:
         if built.replayed and self._starter is not None:
             started = self._starter.start(arrays)
         else:
+            settle()
             try:
                 mx.async_eval(arrays)  # type: ignore[no-untyped-call]
             except Exception as error:

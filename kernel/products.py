@@ -1,9 +1,9 @@
-"""Products of few rows with a layer's weights, by product.h and broad.h: CUDA's launches.
+"""Products of few rows with a layer's weights, by paged_source/product.h: CUDA's launches.
 
-Owns which kernels there are, and which of them takes a product. MLX hands a product of two rows or
-more to cuBLAS, at 17 microseconds of the processor's time each; these take 4, and take along what
-stands beside a product in a transformer's layer: the norm before it, the rotation of queries and
-keys, the gate, the sum with what the layer was given.
+Owns which kernels there are, and which products are left to MLX. MLX hands a product of two rows
+or more to cuBLAS, at 17 microseconds of the processor's time each; these take 4, and take along
+what stands beside a product in a transformer's layer: the norm before it, the rotation of queries
+and keys, the gate, the sum with what the layer was given.
 """
 
 from __future__ import annotations
@@ -19,19 +19,18 @@ from attrs import frozen
 from .fastmath import SWIGLU
 
 SOURCE = Path(__file__).parent / "paged_source"
-HEADERS = ("cuda.h", "product.h", "broad.h")
+HEADERS = ("cuda.h", "product.h")
 WARPS = 8
 ROWS_MAX = 64
 TILE = 32
 """Rows of weights that a warp takes; product.h's."""
 PART = 32
 """The width of x is a multiple of that."""
-ACROSS = (8, 4, 2)
-"""Tiles that a block takes whose warps share x."""
-BLOCKS = 96
-"""Fewer blocks leave too much of an H200 idle: then they take fewer tiles."""
-SPLITS = 4
-"""Blocks that share a sum, where nothing is normed."""
+LARGE = 1 << 25
+"""Weights from that number on are left to cuBLAS, where rows are more than LARGE_ROWS: loads of the
+rows then take longer than those of the weights.
+"""
+LARGE_ROWS = 8
 
 
 @frozen(eq=False)
@@ -53,35 +52,17 @@ class Norm:
     eps: float
 
 
-@frozen(eq=False)
-class Summed:
-    """Weights [features, width] of what is added. counters: a zero for each tile, by which blocks
-    that share a sum find out which of them is the last; no two launches at once have the same.
-    """
-
-    weights: mx.array
-    counters: mx.array
-
-    @classmethod
-    def of(cls, weights: mx.array) -> Summed:
-        counters = mx.zeros((len(weights) // TILE,), mx.uint32)
-        mx.eval(counters)
-        return cls(weights, counters)
-
-
 Projections = tuple[mx.array, mx.array, mx.array]
 """Weights of queries, keys and values."""
 
 
 class Products(Protocol):
-    """x: [T, width] bfloat16, up to ROWS_MAX rows; weights: [features, width]. after: weights that
-    the next product takes, which may be asked for before it begins.
-    """
+    """x: [T, width] bfloat16, up to ROWS_MAX rows; weights: [features, width]."""
 
-    def added(self, x: mx.array, summed: Summed, base: mx.array, after: mx.array) -> mx.array:
+    def added(self, x: mx.array, weights: mx.array, base: mx.array) -> mx.array:
         """`base` [T, features] and the product with x, of any shape [T, ...]."""
 
-    def gated(self, x: mx.array, norm: Norm, weights: mx.array, after: mx.array) -> mx.array:
+    def gated(self, x: mx.array, norm: Norm, weights: mx.array) -> mx.array:
         """silu of normed x's product with the first half of `weights`, times the one with the
         other half: [T, features / 2].
         """
@@ -93,7 +74,6 @@ class Products(Protocol):
         weights: Projections,
         positions: mx.array,
         rope: Rope,
-        after: mx.array,
     ) -> tuple[mx.array, mx.array, mx.array]:
         """Of normed x: queries and keys, turned by positions [T] int32, and values, each [T, heads,
         1, dim].
@@ -103,10 +83,10 @@ class Products(Protocol):
 class PlainProducts:
     """Products by MLX's own operations."""
 
-    def added(self, x: mx.array, summed: Summed, base: mx.array, after: mx.array) -> mx.array:
-        return mx.addmm(base, x.reshape(len(x), -1), summed.weights.T)
+    def added(self, x: mx.array, weights: mx.array, base: mx.array) -> mx.array:
+        return mx.addmm(base, x.reshape(len(x), -1), weights.T)
 
-    def gated(self, x: mx.array, norm: Norm, weights: mx.array, after: mx.array) -> mx.array:
+    def gated(self, x: mx.array, norm: Norm, weights: mx.array) -> mx.array:
         x = mx.fast.rms_norm(x, norm.weights, norm.eps)
         gated: mx.array = SWIGLU(*mx.split(x @ weights.T, 2, axis=-1))
         return gated
@@ -118,7 +98,6 @@ class PlainProducts:
         weights: Projections,
         positions: mx.array,
         rope: Rope,
-        after: mx.array,
     ) -> tuple[mx.array, mx.array, mx.array]:
         x = mx.fast.rms_norm(x, norm.weights, norm.eps)
         rows = [(x @ it.T).reshape(len(x), -1, 1, rope.dim) for it in weights]
@@ -142,66 +121,44 @@ class Source:
     body: str
 
 
-@frozen
-class Form:
-    """How a product is cut. tiles: eights of rows that a kernel is compiled for. across: tiles of
-    weights that share rows of x; 1 where each block reads them from memory. splits: blocks that
-    share a sum.
-    """
-
-    tiles: int
-    across: int
-    splits: int
-
-    @classmethod
-    def of(cls, rows: int, features: int, splits: int = 1) -> Form:
-        tiles = next(tiles for tiles in (1, 2, 4, 8) if rows <= 8 * tiles)
-        count = features // TILE
-        fitting = [it for it in ACROSS if count % it == 0 and count * splits // it >= BLOCKS]
-        return cls(tiles, fitting[0], splits) if tiles > 1 and fitting else cls(tiles, 1, 1)
-
-    @property
-    def words(self) -> tuple[int, ...]:
-        return self.tiles, self.across, self.splits
-
-    def blocks(self, features: int) -> int:
-        return features // TILE // self.across * self.splits
-
-    def call(self, parts: str = "nullptr, nullptr") -> str:
-        """The launch of `layer`, of a width `width`."""
-        fed = "x, (int)x_shape[0], width, layer, next, next_shape"
-        if self.across == 1:
-            return f"product<{T}, {self.tiles}, {WARPS}>({fed});"
-        numbers = f"{self.tiles}, {WARPS}, {self.across}, {self.splits}"
-        return f"broad_product<{T}, {numbers}>({fed}, {parts});"
-
-
 T = "__nv_bfloat16"
 
 
-def added_source(form: Form) -> Source:
+def tiles_of(rows: int) -> int:
+    """Eights of rows that a kernel is compiled for."""
+    return next(tiles for tiles in (1, 2, 4, 8) if rows <= 8 * tiles)
+
+
+def is_large(rows: int, *weights: mx.array) -> bool:
+    """Whether a product is left to MLX."""
+    return rows > LARGE_ROWS and sum(it.size for it in weights) >= LARGE
+
+
+def _call(tiles: int) -> str:
+    """The product of `layer`, of a width `width`."""
+    fed = "x, (int)x_shape[0], width, layer"
+    return f"product<{T}, {tiles}, {WARPS}>({fed});"
+
+
+def added_source(tiles: int) -> Source:
     body = f"""
 int width = (int)weights_shape[1];
 Added<{T}> layer{{weights, base, out, width, (int)weights_shape[0]}};
 """
-    inputs, outputs = ("x", "weights", "base", "next"), ("out",)
-    if form.splits == 1:
-        return _source(("added", *form.words), inputs, outputs, body + form.call())
-    call = form.call("const_cast<unsigned*>(counters), parts")
-    names = (*inputs, "counters"), (*outputs, "parts")
-    return _source(("added", *form.words), *names, body + call)
+    inputs = ("x", "weights", "base")
+    return _source(("added", tiles), inputs, ("out",), body + _call(tiles))
 
 
-def gated_source(form: Form, eps: float) -> Source:
+def gated_source(tiles: int, eps: float) -> Source:
     body = f"""
 int width = (int)weights_shape[1];
 Gated<{T}> layer{{norm, weights, out, width, (int)weights_shape[0] / 2, {eps!r}f}};
 """
-    inputs = ("x", "norm", "weights", "next")
-    return _source(("gated", *form.words, eps.hex()), inputs, ("out",), body + form.call())
+    inputs = ("x", "norm", "weights")
+    return _source(("gated", tiles, eps.hex()), inputs, ("out",), body + _call(tiles))
 
 
-def heads_source(form: Form, eps: float, rope: Rope) -> Source:
+def heads_source(tiles: int, eps: float, rope: Rope) -> Source:
     traditional = str(rope.traditional).lower()
     body = f"""
 int width = (int)queries_shape[1];
@@ -209,10 +166,10 @@ Heads<{T}, {rope.dim}, {traditional}> layer{{
     norm, queries, keys, values, out_queries, out_keys, out_values, (int)queries_shape[0],
     (int)keys_shape[0], (int)values_shape[0], positions, rates, width, {eps!r}f}};
 """
-    words = ("heads", *form.words, eps.hex(), rope.dim, int(rope.traditional))
-    inputs = ("x", "norm", "queries", "keys", "values", "positions", "rates", "next")
+    words = ("heads", tiles, eps.hex(), rope.dim, int(rope.traditional))
+    inputs = ("x", "norm", "queries", "keys", "values", "positions", "rates")
     outputs = ("out_queries", "out_keys", "out_values")
-    return _source(words, inputs, outputs, body + form.call())
+    return _source(words, inputs, outputs, body + _call(tiles))
 
 
 def _source(
@@ -231,23 +188,22 @@ def header() -> str:
 class CudaProducts:
     """See Products."""
 
-    def added(self, x: mx.array, summed: Summed, base: mx.array, after: mx.array) -> mx.array:
-        rows, features = len(x), len(summed.weights)
-        form = Form.of(rows, features, SPLITS)
-        inputs, shapes = [x, summed.weights, base, after], [(rows, features)]
-        dtypes = [mx.bfloat16]
-        if form.splits > 1:
-            inputs.append(summed.counters)
-            shapes.append((form.splits * form.tiles * 8, features))
-            dtypes.append(mx.float32)
-        return self.launch(added_source(form), inputs, form.blocks(features), shapes, dtypes)[0]
+    def __init__(self) -> None:
+        self._plain = PlainProducts()
 
-    def gated(self, x: mx.array, norm: Norm, weights: mx.array, after: mx.array) -> mx.array:
+    def added(self, x: mx.array, weights: mx.array, base: mx.array) -> mx.array:
         rows, features = len(x), len(weights)
-        form = Form.of(rows, features)
-        inputs, shapes = [x, norm.weights, weights, after], [(rows, features // 2)]
-        source = gated_source(form, norm.eps)
-        return self.launch(source, inputs, form.blocks(features), shapes, [mx.bfloat16])[0]
+        if is_large(rows, weights):
+            return self._plain.added(x, weights, base)
+        source = added_source(tiles_of(rows))
+        return self.launch(source, [x, weights, base], features, [(rows, features)])[0]
+
+    def gated(self, x: mx.array, norm: Norm, weights: mx.array) -> mx.array:
+        rows, features = len(x), len(weights)
+        if is_large(rows, weights):
+            return self._plain.gated(x, norm, weights)
+        source, inputs = gated_source(tiles_of(rows), norm.eps), [x, norm.weights, weights]
+        return self.launch(source, inputs, features, [(rows, features // 2)])[0]
 
     def heads(
         self,
@@ -256,33 +212,31 @@ class CudaProducts:
         weights: Projections,
         positions: mx.array,
         rope: Rope,
-        after: mx.array,
     ) -> tuple[mx.array, mx.array, mx.array]:
         rows, features = len(x), sum(len(it) for it in weights)
-        form = Form.of(rows, features)
+        if is_large(rows, *weights):
+            return self._plain.heads(x, norm, weights, positions, rope)
+        source = heads_source(tiles_of(rows), norm.eps, rope)
+        inputs = [x, norm.weights, *weights, positions, rope.rates]
         shapes = [(rows, len(it) // rope.dim, 1, rope.dim) for it in weights]
-        inputs = [x, norm.weights, *weights, positions, rope.rates, after]
-        source = heads_source(form, norm.eps, rope)
-        dtypes = [mx.bfloat16] * 3
-        queries, keys, values = self.launch(source, inputs, form.blocks(features), shapes, dtypes)
+        queries, keys, values = self.launch(source, inputs, features, shapes)
         return queries, keys, values
 
     def launch(
         self,
         source: Source,
         inputs: list[mx.array],
-        blocks: int,
+        features: int,
         shapes: Sequence[tuple[int, ...]],
-        dtypes: Sequence[mx.Dtype],
     ) -> list[mx.array]:
-        """Run a kernel: its outputs."""
+        """Run a kernel: its outputs. features: of all weights."""
         threads = WARPS * 32
         outputs: list[mx.array] = _kernel(source)(
             inputs=inputs,
-            grid=(blocks * threads, 1, 1),
+            grid=(features // TILE * threads, 1, 1),
             threadgroup=(threads, 1, 1),
             output_shapes=shapes,
-            output_dtypes=dtypes,
+            output_dtypes=[mx.bfloat16] * len(shapes),
         )
         return outputs
 

@@ -4,9 +4,9 @@ Owns that thread, one for each thread that serves, and the stream that both use.
 encodes a step's launches in the thread that asks for them, in milliseconds and without the
 interpreter's lock: long enough to close the step before and to plan the next.
 
-Only one of the two is in MLX at a time. The one that serves calls `settle` before it builds or
-evaluates; what it may do without is to read arrays of steps that were started, and that no graph is
-fed.
+Only one of the two evaluates at a time: the one that serves calls `settle` before it does. What it
+may do without is to build graphs, and to read arrays of steps that were started, where no graph is
+fed these.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Starter:
 
 
 def settle() -> None:
-    """Wait until nothing is being started for this thread, before it calls MLX."""
+    """Wait until nothing is being started for this thread, before it has MLX evaluate."""
     found: Starter | None = getattr(_here, "starter", None)
     if found is not None:
         found.settle()

@@ -119,36 +119,33 @@ def _poisoned(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
 
 
 class EmulatedProducts(CudaProducts):
-    """CudaProducts, emulated. sources: which kernels ran."""
+    """CudaProducts, emulated."""
 
     def __init__(self, changes: tuple[Change, ...] = ()) -> None:
+        super().__init__()
         self.calls = 0
-        self.sources: set[str] = set()
         self._changes = changes
 
     def launch(
         self,
         source: Source,
         inputs: list[mx.array],
-        blocks: int,
+        features: int,
         shapes: Sequence[tuple[int, ...]],
-        dtypes: Sequence[mx.Dtype],
     ) -> list[mx.array]:
         self.calls += 1
-        self.sources.add(source.name)
-        kinds = {"positions": "const int*", "rates": "const float*", "counters": "const unsigned*"}
+        kinds = {"positions": "const int*", "rates": "const float*"}
         values = [f"{kinds.get(name, f'const {products.T}*')} {name}" for name in source.inputs]
-        outs = {"parts": "float*"}
-        values += [f"{outs.get(name, f'{products.T}*')} {name}" for name in source.outputs]
+        values += [f"{products.T}* {name}" for name in source.outputs]
         values += [f"const int* {name}_shape" for name in source.inputs]
         library = _library(
             '#include "cuda.h"\n'
             + _text(products.HEADERS, self._changes)
             + _entry("run_product", values, source.body)
         )
-        outputs = [_poisoned(*it) for it in zip(shapes, dtypes, strict=True)]
+        outputs = [_poisoned(shape, mx.bfloat16) for shape in shapes]
         told = [mx.array(np.array(it.shape, np.int32)) for it in inputs]
-        grid = (blocks, 1, products.WARPS * 32)
+        grid = (features // products.TILE, 1, products.WARPS * 32)
         _call(library.run_product, grid, [*inputs, *outputs, *told])
         return outputs
 

@@ -17,15 +17,6 @@ FN uint4 load16(const void* at) {
   return r;
 }
 FN uint4 load16_again(const void* at) { return *reinterpret_cast<const uint4*>(at); }
-// Bytes, a multiple of 16, that will be read soon: into the cache that all multiprocessors share.
-FN void ask(const void* at, int bytes) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(at), "r"(bytes) : "memory");
-#else
-  for (int i = 0; i < bytes; i += 128)
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const char*>(at) + i));
-#endif
-}
 FN float cosine(float x) { return cosf(x); }
 FN float sine(float x) { return sinf(x); }
 FN float inverse_root(float x) { return rsqrtf(x); }

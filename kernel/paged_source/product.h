@@ -33,18 +33,6 @@ template <typename T> FN void multiply_part(float (&sums)[2][4], const uint4 (&w
     multiply(sums[half], p.z, q.z, p.w, q.w, b.z, b.w, T());
   }
 }
-// Asks for the beginnings of rows that the next launch reads: memory would rest between the two.
-// The last blocks do it, so that what they ask for stays in the cache until then.
-template <typename T> FN void ask_ahead(const T* next, int rows, int width) {
-  enum { BYTES = 1 << 24, BLOCKS = 128, LEAST = 128 };
-  int blocks = gridDim.x < BLOCKS ? gridDim.x : BLOCKS, mine = blockIdx.x - (gridDim.x - blocks);
-  if (mine < 0) return;
-  int each = BYTES / rows / LEAST * LEAST, all = width * int(sizeof(T));
-  each = each < LEAST ? LEAST : each < all ? each : all;
-  for (int row = mine * blockDim.x + threadIdx.x; row < rows; row += blocks * blockDim.x)
-    ask(next + (long)row * width, each < all ? each : all);
-}
-
 template <typename T, int TILES, typename Layer> struct ProductWarp {
   enum { PARTS = 2 };  // on their way while as many are multiplied
   uint4 weights[PARTS][4];
@@ -107,17 +95,15 @@ template <typename T, int TILES, typename Layer> struct ProductWarp {
   }
 };
 
-// x: [count, width], count up to 8 * TILES. Grid: a block a tile. next: weights of the next launch.
+// x: [count, width], count up to 8 * TILES. Grid: a block a tile.
 template <typename T, int TILES, int WARPS, typename Layer>
-FN void product(const T* x, int count, int width, const Layer& layer, const T* next,
-                const int* next_shape) {
+FN void product(const T* x, int count, int width, const Layer& layer) {
   enum { LINE = 33 };  // one more than it holds: columns then lie in different banks
   __shared__ float merged[WARPS][8][LINE], squares[WARPS][8];
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   ProductWarp<T, TILES, Layer> mine;
   mine.begin(layer, blockIdx.x, lane);
   mine.walk(layer, x, count, width, warp, WARPS);
-  ask_ahead(next, next_shape[0], next_shape[1]);
 #pragma unroll
   for (int t = 0; t < TILES; ++t) {
     __syncthreads();

@@ -26,12 +26,6 @@ inline uint4 load16(const void* at) {
   return x;
 }
 inline uint4 load16_again(const void* at) { return load16(at); }
-inline void ask(const void* at, int bytes) {
-  emulator::aligned(at, 16);
-  if (bytes <= 0 || bytes % 16) emulator::fail("what is asked for is no number of 16 bytes");
-  static volatile char seen;
-  seen = static_cast<const char*>(at)[bytes - 1];
-}
 inline float cosine(float x) { return std::cos(x); }
 inline float sine(float x) { return std::sin(x); }
 using emulator::bits_of;
