@@ -35,16 +35,22 @@ _C4 = 0.00967575764075293
 _C5 = 0.0013277938903218571
 
 
-def _split(y: mx.array) -> tuple[mx.array, mx.array]:
-    """2^y as 2^f for f in [-0.5, 0.5], and the bits of the whole power of two beside it."""
-    shifted = y + _ROUND
-    whole = shifted - _ROUND
-    f = y - whole
-    fraction = ((((f * _C5 + _C4) * f + _C3) * f + _C2) * f + _C1) * f + _C0
-    return fraction, mx.left_shift(whole.astype(mx.int32) + 127, 23)
+@partial(mx.compile, shapeless=True)
+def _fraction(y: mx.array) -> mx.array:
+    """2^f for what lies between y and the whole number next to it, f in [-0.5, 0.5].
+
+    The powers stand in pairs, because MLX compiles eleven operations after each other into one
+    loop, and no more.
+    """
+    f = y - ((y + _ROUND) - _ROUND)
+    squared = f * f
+    return ((f * _C5 + _C4) * squared + (f * _C3 + _C2)) * squared + (f * _C1 + _C0)
 
 
-_split_powers = mx.compile(_split, shapeless=True)
+@partial(mx.compile, shapeless=True)
+def _whole(y: mx.array) -> mx.array:
+    """The bits of the whole power of two beside it."""
+    return mx.left_shift(((y + _ROUND) - _ROUND).astype(mx.int32) + 127, 23)
 
 
 def exp2(y: mx.array) -> mx.array:
@@ -53,24 +59,22 @@ def exp2(y: mx.array) -> mx.array:
     Adding 1.5 * 2^23 rounds to a whole number, which becomes the exponent field of a float. Its
     bits are read as one outside of the compiled part, which may then be shapeless.
     """
-    fraction, bits = _split_powers(y)
-    return fraction * mx.view(bits, mx.float32)
+    return _fraction(y) * mx.view(_whole(y), mx.float32)
 
 
 @partial(mx.compile, shapeless=True)
-def _split_below(values: mx.array, peaks: mx.array) -> tuple[mx.array, mx.array]:
-    return _split(mx.maximum(values - peaks, EXPONENT_MIN))
+def _below(values: mx.array, peaks: mx.array) -> mx.array:
+    return mx.maximum(values - peaks, EXPONENT_MIN)
 
 
 def exp2_below(values: mx.array, peaks: mx.array) -> mx.array:
     """2^(values - peaks) where no value exceeds its peak; 2^-126 where it would be less."""
-    fraction, bits = _split_below(values, peaks)
-    return fraction * mx.view(bits, mx.float32)
+    return exp2(_below(values, peaks))
 
 
 @partial(mx.compile, shapeless=True)
-def _split_negated(gate: mx.array) -> tuple[mx.array, mx.array]:
-    return _split(mx.clip(gate * -LOG2E, EXPONENT_MIN, -EXPONENT_MIN))
+def _negated(gate: mx.array) -> mx.array:
+    return mx.clip(gate * -LOG2E, EXPONENT_MIN, -EXPONENT_MIN)
 
 
 @partial(mx.compile, shapeless=True)
@@ -81,12 +85,25 @@ def _gated(gate: mx.array, x: mx.array, fraction: mx.array, whole: mx.array) -> 
 def swiglu(gate: mx.array, x: mx.array) -> mx.array:
     """silu(gate) * x; anything but float32 is computed in float32 and cast back."""
     wide = gate.astype(mx.float32)
-    fraction, bits = _split_negated(wide)
-    whole = mx.view(bits, mx.float32)
-    return _gated(wide, x.astype(mx.float32), fraction, whole).astype(x.dtype)
+    y = _negated(wide)
+    whole = mx.view(_whole(y), mx.float32)
+    return _gated(wide, x.astype(mx.float32), _fraction(y), whole).astype(x.dtype)
 
 
 RMS_NORM = mx.fast.rms_norm
+MANY_ROWS = 8
+"""From that many on, a norm's root is taken once a row, by an operation of its own; below, that
+costs more than a root for each number, in the loop that multiplies.
+"""
+
+
+@cache
+def _root(width: int, eps: float) -> Callable[[mx.array], mx.array]:
+    def root(squares: mx.array) -> mx.array:
+        return mx.rsqrt(squares * (1.0 / width) + eps)
+
+    compiled: Callable[[mx.array], mx.array] = mx.compile(root, shapeless=True)
+    return compiled
 
 
 @cache
@@ -101,10 +118,12 @@ def _normed(width: int, eps: float) -> Callable[[mx.array, mx.array, mx.array], 
 
 
 def rms_norm(x: mx.array, weight: mx.array | None, eps: float, *, stream: Any = None) -> mx.array:
-    """mx.fast.rms_norm, which MLX makes of ten operations on the CPU, of three."""
+    """mx.fast.rms_norm, which MLX makes of ten operations on the CPU, of three, or five."""
     if weight is None or stream is not None or not x.dtype == weight.dtype == mx.float32:
         return RMS_NORM(x, weight, eps, stream=stream)
     squares = x.square().sum(axis=-1, keepdims=True)
+    if squares.size >= MANY_ROWS:
+        return x * _root(x.shape[-1], eps)(squares) * weight
     return _normed(x.shape[-1], eps)(x, squares, weight)
 
 
