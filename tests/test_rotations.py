@@ -66,9 +66,10 @@ def test_what_is_no_packed_float32_row_is_left_to_mlx(dims: int) -> None:
     assert positions.angles == {}
 
 
-def test_a_norm_of_few_operations_is_mlx_s_to_the_bit() -> None:
+@pytest.mark.parametrize("rows", [1, 5, fastmath.MANY_ROWS, 67])
+def test_a_norm_of_few_operations_is_mlx_s_to_the_bit(rows: int) -> None:
     mx.random.seed(2)
-    x, weight = mx.random.normal((5, 1, 576)), mx.random.normal((576,))
+    x, weight = mx.random.normal((rows, 1, 576)), mx.random.normal((576,))
     assert same(fastmath.rms_norm(x, weight, 1e-5), fastmath.RMS_NORM(x, weight, 1e-5))
     half = x.astype(mx.float16)
     assert same(fastmath.rms_norm(half, None, 1e-5), fastmath.RMS_NORM(half, None, 1e-5))
