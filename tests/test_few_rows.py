@@ -71,7 +71,10 @@ BROKEN: dict[str, Change] = {
         "narrow<T>(low)",
     ),
     "the norm is left out": ("float scale = Layer::NORMED ?", "float scale = width < 0 ?"),
-    "the norm's weights are left out": ("b.x = normed(b.x, by.x, t);", "normed(b.x, by.x, t);"),
+    "the norm's weights are left out": (
+        "make_uint4(normed<T>(b.x, by.x, square),",
+        "make_uint4((normed<T>(b.x, by.x, square), b.x),",
+    ),
     "values are turned, too": ("if (which != VALUES) {", "if (true) {"),
 }
 
