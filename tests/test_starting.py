@@ -65,7 +65,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def kernel() -> ModelKernel:
-    made = ModelKernel(tiny_llama(3), GEOMETRY, dialect=InGraph(), check=False, sanitize="full")
+    dialect: Any = InGraph()
+    made = ModelKernel(tiny_llama(3), GEOMETRY, dialect=dialect, check=False, sanitize="full")
     assert made._forward.failure == ""
     return made
 
