@@ -21,7 +21,7 @@ from attrs import frozen
 from kernel.batch import Batch
 from kernel.fake import FakeKernel
 from kernel.tokenizer import Detokenizer
-from server.engine import Engine
+from server.engine import Engine, _is_ready
 from server.http.app import create_app
 from server.loop import Parts
 from server.policy import Policy
@@ -115,12 +115,15 @@ class Served:
         return connection
 
     def post(self, content: Any, **fields: Any) -> HTTPConnection:
-        """Send a request and leave its response where it is; returns once the engine has it."""
+        """Send a request and leave its response where it is; returns once the engine has it, and
+        could begin it: its prompt is read by a thread of its own.
+        """
         before = self.engine._next_request
         body = {"messages": [{"role": "user", "content": content}], "temperature": 0, **fields}
         connection = HTTPConnection(self.server.host, self.server.port, timeout=WAIT_S)
         connection.request("POST", "/v1/chat/completions", json.dumps(body))
         self.until(lambda: self.engine._next_request == before + 1)
+        self.until(lambda: all(map(_is_ready, list(self.engine._inbox))))
         return connection
 
     def until(self, holds: Callable[[], bool]) -> None:
