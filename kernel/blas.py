@@ -109,7 +109,7 @@ def _of_package(package: str, pattern: str) -> Iterator[str]:
 
 def _load_global(library: str) -> bool:
     """Load `library` for every later library to see; False where it cannot be loaded."""
-    if "mkl" in library:
+    if "mkl" in Path(library).name:
         os.environ.setdefault("KMP_BLOCKTIME", SPIN_MS)
     try:
         ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
