@@ -54,6 +54,8 @@ class Norm:
 
 Projections = tuple[mx.array, mx.array, mx.array]
 """Weights of queries, keys and values."""
+Shapes = Sequence[tuple[int, ...]]
+"""Of a kernel's outputs."""
 
 
 class Products(Protocol):
@@ -68,12 +70,7 @@ class Products(Protocol):
         """
 
     def heads(
-        self,
-        x: mx.array,
-        norm: Norm,
-        weights: Projections,
-        positions: mx.array,
-        rope: Rope,
+        self, x: mx.array, norm: Norm, weights: Projections, positions: mx.array, rope: Rope
     ) -> tuple[mx.array, mx.array, mx.array]:
         """Of normed x: queries and keys, turned by positions [T] int32, and values, each [T, heads,
         1, dim].
@@ -92,12 +89,7 @@ class PlainProducts:
         return gated
 
     def heads(
-        self,
-        x: mx.array,
-        norm: Norm,
-        weights: Projections,
-        positions: mx.array,
-        rope: Rope,
+        self, x: mx.array, norm: Norm, weights: Projections, positions: mx.array, rope: Rope
     ) -> tuple[mx.array, mx.array, mx.array]:
         x = mx.fast.rms_norm(x, norm.weights, norm.eps)
         rows = [(x @ it.T).reshape(len(x), -1, 1, rope.dim) for it in weights]
@@ -206,12 +198,7 @@ class CudaProducts:
         return self.launch(source, inputs, features, [(rows, features // 2)])[0]
 
     def heads(
-        self,
-        x: mx.array,
-        norm: Norm,
-        weights: Projections,
-        positions: mx.array,
-        rope: Rope,
+        self, x: mx.array, norm: Norm, weights: Projections, positions: mx.array, rope: Rope
     ) -> tuple[mx.array, mx.array, mx.array]:
         rows, features = len(x), sum(len(it) for it in weights)
         if is_large(rows, *weights):
@@ -223,11 +210,7 @@ class CudaProducts:
         return queries, keys, values
 
     def launch(
-        self,
-        source: Source,
-        inputs: list[mx.array],
-        features: int,
-        shapes: Sequence[tuple[int, ...]],
+        self, source: Source, inputs: list[mx.array], features: int, shapes: Shapes
     ) -> list[mx.array]:
         """Run a kernel: its outputs. features: of all weights."""
         threads = WARPS * 32

@@ -227,9 +227,7 @@ class Draft:
 
     def block(self, group: int, number: int) -> Block | None:
         """A block's record, to be read."""
-        draft = self._groups[group]
-        blocks = self.base.groups[group].blocks if draft is None else draft.blocks
-        record: Block | None = blocks.get(number)
+        record: Block | None = self.blocks(group).get(number)
         return record
 
     def sequence(self, seq: int) -> Sequence:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from . import digest
 from .errors import InvariantBroken
 from .events import NO_BLOCK
-from .geometry import PAGED
 from .sequence import NO_TOKEN, window_start, written_rows
 from .state import NO_ENTRY, Entry, State
 from .tags import root_key, row_tag
@@ -38,18 +37,16 @@ def shapes_fit_the_geometry(state: State) -> Iterator[str]:
 
 
 def blocks_add_up(state: State) -> Iterator[str]:
-    """free + cached + held = all, in each group. Asked of every step, so in few operations."""
-    for group, (spec, record) in enumerate(zip(state.geometry.groups, state.groups, strict=True)):
-        if spec.kind not in PAGED:
-            continue
-        cached = len(record.cached.items)
-        held = len(record.blocks) - cached
-        free = spec.num_blocks - record.unused + len(record.free.items)
-        if free + cached + held != spec.num_blocks or min(free, cached, held) < 0:
-            yield (
-                f"group {group}: free {free} + cached {cached} + held {held} is not "
-                f"{spec.num_blocks}"
-            )
+    """free + cached + held = all, in each group."""
+    for group in state.paged_groups():
+        blocks = state.geometry.groups[group].num_blocks
+        free, cached, held = (
+            state.free_blocks(group),
+            state.cached_blocks(group),
+            state.held_blocks(group),
+        )
+        if free + cached + held != blocks or min(free, cached, held) < 0:
+            yield f"group {group}: free {free} + cached {cached} + held {held} is not {blocks}"
 
 
 def queues_are_sound(state: State) -> Iterator[str]:

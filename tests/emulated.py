@@ -12,7 +12,7 @@ import hashlib
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
@@ -24,7 +24,7 @@ from kernel.drawing import Sampler
 from kernel.fastmath import LOG2E
 from kernel.paged_attention import Layer, Shape
 from kernel.paged_plan import RowsPlan
-from kernel.products import CudaProducts, Products, Source
+from kernel.products import CudaProducts, Products, Shapes, Source
 from kernel.sampling import Samples, SamplingPlan
 
 EMULATOR = Path(__file__).parent / "emulator"
@@ -127,11 +127,7 @@ class EmulatedProducts(CudaProducts):
         self._changes = changes
 
     def launch(
-        self,
-        source: Source,
-        inputs: list[mx.array],
-        features: int,
-        shapes: Sequence[tuple[int, ...]],
+        self, source: Source, inputs: list[mx.array], features: int, shapes: Shapes
     ) -> list[mx.array]:
         self.calls += 1
         kinds = {"positions": "const int*", "rates": "const float*"}
