@@ -1,24 +1,17 @@
-"""The engine: answers that nothing around them changes, ends of every kind, and steps that fail."""
+"""The engine: answers that nothing around them changes, ends of every kind, and its tape."""
 
 from __future__ import annotations
-
-import threading
-from collections.abc import Iterator
 
 import pytest
 from msgspec import structs
 
-from kernel.fake import Failure, FakeClock, FakeKernel
-from server.engine import Engine, QueueFull
-from server.loop import FAILURES_MAX, Parts
+from kernel.fake import FakeClock
 from server.policy import Policy
-from server.submission import EngineStopped, RequestRefused, Submission, Update
+from server.submission import RequestRefused, Submission, Update
 from statemachine.events import (
     Appended,
-    BlockCopied,
     Closed,
     Opened,
-    PoolReset,
     Preempted,
     PrefixAdopted,
     Trimmed,
@@ -32,50 +25,22 @@ from statemachine.records import (
     RequestArrived,
     RequestCancelled,
     StepDone,
-    StepFailed,
     StepPlanned,
     StepTimed,
-    TapeEnded,
 )
 
+from .engine_runs import WINDOWS, alone, clean, failing
+from .follow import Letters
 from .sim import (
     POLICY,
     SMALL,
     TIGHT,
-    Inbox,
-    MemoryCapture,
     Sim,
     answer_alone,
-    header,
-    idle,
     prompts,
 )
 
-WAIT_S = 30.0
 UNCACHED = structs.replace(POLICY, prefix_cache=False)
-WINDOWS = Geometry(4, (Group(num_blocks=40), Group("window", num_blocks=40, window=8, sink=2)))
-
-
-class Letters:
-    """A decoder for which token n is the n-th letter."""
-
-    def add(self, token: int) -> str:
-        if token == 60:
-            raise ValueError("no letter")
-        return chr(ord("A") + token)
-
-    def finish(self) -> str:
-        return ""
-
-
-def alone(given: list[tuple[int, ...]], max_tokens: int, **options: object) -> list[tuple]:
-    return [answer_alone(prompt, max_tokens, **options) for prompt in given]
-
-
-def clean(sim: Sim) -> None:
-    """Nothing runs, waits or is held, and no row was ever another's."""
-    assert sim.idle_counts() == idle(sim.kernel.geometry)
-    assert sim.engine.status()["shadow_found"] == 0
 
 
 def test_32_requests_on_a_pool_that_forces_preemption_answer_as_they_do_alone() -> None:
@@ -334,169 +299,6 @@ def test_a_checkpoint_that_is_due_stands_before_the_plan_it_was_made_for() -> No
     sim.run()
 
 
-def test_a_capture_that_raises_is_left_and_serving_goes_on() -> None:
-    sim = Sim()
-
-    def full(records: list[object]) -> None:
-        raise OSError("no space")
-
-    sim.step()
-    sim.capture.write = full  # type: ignore[method-assign]
-    inbox = sim.submit(range(5), 3)
-    sim.run()
-    assert inbox.reason == "length"
-    assert sim.engine.status()["capture_failures"] == 1
-
-
-def failing(stage: str, seq: int | None = None, *steps: int) -> dict[int, Failure]:
-    return {step: Failure(stage, seq) for step in steps}
-
-
-@pytest.mark.parametrize("stage", ["build", "eval"])
-@pytest.mark.parametrize("geometry", [TIGHT, WINDOWS], ids=["full", "window"])
-def test_s13_a_failing_step_loses_nothing_and_sends_nothing_twice(
-    stage: str, geometry: Geometry
-) -> None:
-    given = prompts(10, seed=3)
-    # After a failed build sequences run alone, where a second failure would blame one.
-    pinned = {"build": ((1,), (6,), (3, 14)), "eval": ((1,), (2, 3), (4, 9, 14))}
-    for steps in pinned[stage]:
-        policy = structs.replace(POLICY, prefill_tile=4)
-        sim = Sim(geometry, policy, fail=failing(stage, None, *steps))
-        inboxes = [sim.submit(prompt, 6) for prompt in given]
-        sim.run()
-        assert [inbox.tokens for inbox in inboxes] == alone(given, 6)
-        assert [record.step for record in sim.records(StepFailed)] == list(steps)
-        assert sim.kernel.resets == (len(steps) if stage == "eval" else 0)
-        assert len(sim.events(PoolReset)) == sim.kernel.resets
-        clean(sim)
-
-
-def test_s13_a_build_that_fails_with_a_copy_in_it_computes_the_copied_rows_again() -> None:
-    sim = Sim(SMALL, fail=failing("build", None, 2))
-    first = sim.submit(range(8), 1)
-    sim.run()
-    again = sim.submit(range(8), 1)
-    sim.submit([50] * 6, 1)
-    sim.step()
-    sim.run()
-    (failed,) = sim.records(StepFailed)
-    planned = next(r for r in sim.records(StepPlanned) if r.step == failed.step)
-    assert any(isinstance(event, BlockCopied) for event in planned.events)
-    assert again.tokens == first.tokens
-    clean(sim)
-
-
-def test_s13_the_request_that_cannot_be_built_fails_and_its_neighbours_do_not() -> None:
-    sim = Sim(poison=63)
-    inboxes = [sim.submit([n] * 5, 6) for n in (1, 2)]
-    bad = sim.submit((1, 63, 3), 6)
-    sim.run()
-    assert bad.reason == "error"
-    assert "a failure on order" in bad.error
-    assert [i.tokens for i in inboxes] == [answer_alone([n] * 5, 6) for n in (1, 2)]
-    assert [record.blamed for record in sim.records(StepFailed)] == [(), (2,)]
-    clean(sim)
-
-
-def test_s13_the_request_that_the_kernel_names_fails_at_once() -> None:
-    sim = Sim(fail=failing("build", 1, 3))
-    inboxes = [sim.submit([n] * 5, 6) for n in (1, 2, 3)]
-    sim.run()
-    assert [inbox.reason for inbox in inboxes] == ["length", "error", "length"]
-    assert [record.blamed for record in sim.records(StepFailed)] == [(1,)]
-    assert inboxes[1].tokens == answer_alone([2] * 5, 2)
-    clean(sim)
-
-
-def test_eight_failures_in_a_row_stop_the_engine_and_end_every_request() -> None:
-    steps = range(2, 2 + FAILURES_MAX)
-    sim = Sim(fail=failing("eval", None, *steps), policy=structs.replace(POLICY, max_running=2))
-    inboxes = [sim.submit([n] * 5, 6) for n in (1, 2, 3)]
-    for _ in range(FAILURES_MAX):
-        sim.step()
-        assert sim.engine.healthy
-    sim.step()
-    assert not sim.engine.healthy
-    with pytest.raises(EngineStopped):
-        sim.submit((1, 2))
-    sim.engine.stop()
-    assert len(sim.records(StepFailed)) == FAILURES_MAX
-    assert [type(record) for record in sim.capture.records[-1:]] == [TapeEnded]
-    assert {inbox.reason for inbox in inboxes} == {"cancelled"}
-
-
-def test_seven_failures_and_a_success_start_the_count_anew() -> None:
-    steps = [*range(1, 8), *range(9, 16)]
-    sim = Sim(fail=failing("eval", None, *steps))
-    inbox = sim.submit(range(5), 6)
-    sim.run()
-    assert inbox.tokens == answer_alone(range(5), 6)
-    assert sim.engine.healthy
-
-
-def test_a_bug_in_planning_ends_what_is_live_and_the_engine_goes_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    sim = Sim()
-    inbox = sim.submit(range(5), 6)
-    sim.step()
-    with monkeypatch.context() as patch:
-        patch.setattr("server.scheduler.admit", None)
-        other = sim.submit(range(4), 6)
-        sim.step()
-    assert (inbox.reason, other.reason) == ("error", "error")
-    clean(sim)
-    again = sim.submit(range(5), 6)
-    sim.run()
-    assert again.tokens == answer_alone(range(5), 6)
-
-
-def test_a_bug_in_closing_ends_what_is_live_and_the_engine_goes_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    sim = Sim()
-    inbox = sim.submit(range(5), 6)
-    waiting = sim.submit(range(7), 6)
-    with monkeypatch.context() as patch:
-        patch.setattr("server.scheduler.close_step", None)
-        sim.step()
-    assert (inbox.reason, waiting.reason) == ("error", "error")
-    assert [record.stage for record in sim.records(StepFailed)] == []
-    again = sim.submit(range(5), 6)
-    sim.run()
-    assert [record.stage for record in sim.records(StepFailed)] == ["close"]
-    assert again.tokens == answer_alone(range(5), 6)
-    clean(sim)
-
-
-def test_a_step_that_cannot_even_be_undone_is_on_tape_before_the_engine_ends(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    sim = Sim()
-    sim.submit(range(5), 6)
-    sim.step()
-    with monkeypatch.context() as patch:
-        patch.setattr("server.scheduler.close_step", None)
-        patch.setattr("server.scheduler.fail_step", None)
-        with pytest.raises(TypeError):
-            sim.step()
-    (failed,) = sim.records(StepFailed)
-    assert (failed.step, failed.stage, failed.events) == (2, "close", ())
-    assert failed.digest == sim.records(StepPlanned)[-1].digest
-    assert [record.step for record in sim.records(StepDone)] == [1]
-
-
-def test_more_requests_than_the_queue_holds_are_refused_and_the_rest_is_served() -> None:
-    sim = Sim(waiting_max=3)
-    inboxes = [sim.submit([n] * 4, 2) for n in range(3)]
-    with pytest.raises(QueueFull, match="3 requests are waiting"):
-        sim.submit(range(4))
-    sim.run()
-    assert [inbox.reason for inbox in inboxes] == ["length"] * 3
-    assert sim.submit(range(4), 1).reason is None
-
-
 def test_p38_nothing_of_an_ended_request_is_kept() -> None:
     sim = Sim(decoder=Letters)
     for cycle in range(40):
@@ -513,120 +315,6 @@ def test_p38_nothing_of_an_ended_request_is_kept() -> None:
     assert not loop._clients._texts
     assert not loop._clients.lost
     clean(sim)
-
-
-@pytest.fixture
-def served() -> Iterator[tuple[Engine, MemoryCapture]]:
-    capture = MemoryCapture()
-    kernel = FakeKernel(TIGHT)
-    engine = Engine(lambda: Parts(kernel, POLICY, capture, header(TIGHT, POLICY)))
-    engine.start()
-    yield engine, capture
-    engine.stop(WAIT_S)
-
-
-class Waiter(Inbox):
-    """An inbox that can be waited for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = threading.Event()
-        self.ended = threading.Event()
-
-    def __call__(self, update: Update) -> None:
-        super().__call__(update)
-        self.first.set()
-        if update.finish_reason is not None:
-            self.ended.set()
-
-
-def test_threads_submit_and_cancel_while_the_engine_runs(
-    served: tuple[Engine, MemoryCapture],
-) -> None:
-    engine, _ = served
-    given = prompts(24, seed=8)
-    waiters = [Waiter() for _ in given]
-
-    def client(numbers: range) -> None:
-        for n in numbers:
-            request = engine.submit(Submission(given[n], Parameters(8)), waiters[n])
-            if n % 4 == 3:
-                engine.cancel(request)
-
-    threads = [threading.Thread(target=client, args=(range(k, 24, 3),)) for k in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT_S)
-    for n, waiter in enumerate(waiters):
-        assert waiter.ended.wait(WAIT_S)
-        if waiter.reason == "length":
-            assert waiter.tokens == answer_alone(given[n], 8)
-        else:
-            assert waiter.reason == "cancelled"
-    assert engine.healthy
-
-
-def test_stop_ends_live_requests_and_the_tape(served: tuple[Engine, MemoryCapture]) -> None:
-    engine, capture = served
-    waiter = Waiter()
-    engine.submit(Submission((1, 2, 3), Parameters(50)), waiter)
-    assert waiter.first.wait(WAIT_S)
-    engine.stop(WAIT_S)
-    assert waiter.reason in ("cancelled", "length")
-    assert capture.closed
-    assert isinstance(capture.records[-1], TapeEnded)
-    assert not engine.healthy
-    assert engine.status()["held"] == 0
-    with pytest.raises(EngineStopped):
-        engine.submit(Submission((1, 2, 3), Parameters(5)), Inbox())
-
-
-def test_an_engine_that_fails_eight_times_ends_its_requests_with_an_error_on_its_own() -> None:
-    kernel = FakeKernel(SMALL, fail={step: Failure("eval") for step in range(1, 20)})
-    engine = Engine(lambda: Parts(kernel, POLICY))
-    engine.start()
-    waiter = Waiter()
-    engine.submit(Submission((1, 2, 3), Parameters(5)), waiter)
-    assert waiter.ended.wait(WAIT_S)
-    assert (waiter.reason, "a failure on order" in waiter.error) == ("error", True)
-    engine.stop(WAIT_S)
-    assert not engine.healthy
-
-
-def test_a_kernel_whose_pages_cannot_be_reset_ends_the_engine_and_every_request() -> None:
-    class Broken(FakeKernel):
-        def reset_pages(self) -> None:
-            raise MemoryError("no room")
-
-    kernel = Broken(SMALL, fail={1: Failure("eval")})
-    engine = Engine(lambda: Parts(kernel, POLICY))
-    engine.start()
-    waiter = Waiter()
-    engine.submit(Submission((1, 2, 3), Parameters(5)), waiter)
-    assert waiter.ended.wait(WAIT_S)
-    assert waiter.reason == "error"
-    engine.stop(WAIT_S)
-
-
-def test_a_kept_thread_sleeps_on_once_the_engine_is_done() -> None:
-    engine = Engine(lambda: Parts(FakeKernel(SMALL), POLICY), keep_thread=True)
-    engine.start()
-    engine.stop(WAIT_S)
-    assert not engine.healthy
-    assert engine._thread is not None
-    assert engine._thread.is_alive()
-
-
-def test_what_making_the_kernel_raises_is_raised_by_start() -> None:
-    def make() -> Parts:
-        raise ValueError("no such model")
-
-    engine = Engine(make)
-    with pytest.raises(ValueError, match="no such model"):
-        engine.start()
-    with pytest.raises(EngineStopped):
-        engine.submit(Submission((1,), Parameters(1)), Inbox())
 
 
 def test_step_times_come_from_the_clock_that_was_given() -> None:
