@@ -1,6 +1,6 @@
 """Containment: what an error ends, wherever it is raised, with a step in flight and without.
 
-test_engine.py has the errors of a step that nothing flies beside; here each is raised in plan,
+test_engine_failures.py has errors of a step that nothing flies beside; here each is raised in plan,
 build, eval, sampling, text, capture and sink, under lookahead and drafts too.
 """
 

@@ -2,7 +2,7 @@
 
 Each is held to a bound of bytes, counts or statuses, on real sockets. What is no HTTP is in
 test_hostile_http.py, what is hostile inside of a body in test_hostile_bodies.py; clients that go
-away are in test_http.py and test_disconnects.py.
+away are in test_http_leaving.py and test_disconnects.py.
 """
 
 from __future__ import annotations

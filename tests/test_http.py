@@ -1,37 +1,23 @@
-"""HTTP over a scripted engine: real sockets, real Hypercorn, refusals, and clients that go away."""
+"""HTTP over a scripted engine: what it answers, what it refuses, and failures of the engine."""
 
 from __future__ import annotations
 
-import asyncio
-import io
 import json
-import signal
-import socket
-import subprocess
-import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import httpx
 import pytest
 import structlog
-from starlette.responses import Response
 
-from server.http import guard
 from server.http.app import create_app
-from server.logs import configure_logs
-from server.settings import Settings
 from server.submission import ERROR, LENGTH, RequestRefused
 
-from .fake_engine import END, LONG, WAIT_S, FakeEngine, byte_tokenizer
+from .fake_engine import END, WAIT_S, FakeEngine, byte_tokenizer
 from .http_server import LiveServer, live_server
-
-MODEL = "models/tiny"
-ROOT = Path(__file__).parent.parent
-SETTINGS = Settings(grace_s=0.0, max_body_bytes=2000)
+from .scripted_http import MODEL, SETTINGS, Connect, RawClient, chat, error_of, post
 
 
 @pytest.fixture(autouse=True)
@@ -53,52 +39,6 @@ def server(engine: FakeEngine) -> Iterator[LiveServer]:
         yield server
 
 
-def chat(text: str = "hi", **fields: Any) -> dict[str, Any]:
-    return {"model": MODEL, "messages": [{"role": "user", "content": text}], **fields}
-
-
-def post(server: LiveServer, body: Any, path: str = "/v1/chat/completions") -> httpx.Response:
-    content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return httpx.post(server.url + path, content=content, timeout=WAIT_S)
-
-
-def error_of(response: httpx.Response) -> dict[str, Any]:
-    body = response.json()
-    assert list(body) == ["error"]
-    assert list(body["error"]) == ["message", "type", "param", "code"]
-    error: dict[str, Any] = body["error"]
-    return error
-
-
-class RawClient:
-    """A client that sends bytes and goes away when the test says so."""
-
-    def __init__(self, host: str, port: int, body: dict[str, Any]) -> None:
-        self.socket = socket.create_connection((host, port), timeout=WAIT_S)
-        self.send(json.dumps(body).encode())
-
-    def send(self, content: bytes, path: str = "/v1/chat/completions") -> None:
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
-        self.socket.sendall(head.encode() + content)
-
-    def read_until(self, mark: bytes) -> bytes:
-        seen = b""
-        while mark not in seen:
-            piece = self.socket.recv(65536)
-            assert piece, f"closed after {seen!r}"
-            seen += piece
-        return seen
-
-    def read_to_end(self) -> bytes:
-        seen = b""
-        while piece := self.socket.recv(65536):
-            seen += piece
-        return seen
-
-
-Connect = Callable[[dict[str, Any]], RawClient]
-
-
 @pytest.fixture
 def connect(server: LiveServer) -> Iterator[Connect]:
     """Clients that are closed after the test, if not before."""
@@ -110,152 +50,6 @@ def connect(server: LiveServer) -> Iterator[Connect]:
             return client
 
         yield opened
-
-
-# Clients that go away
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_before_the_first_byte_causes_one_cancel(
-    connect: Connect, server: LiveServer, engine: FakeEngine, stream: bool
-) -> None:
-    client = connect(chat(stream=stream))
-    request = engine.next_request()
-    client.socket.close()
-    assert engine.cancelled.get(timeout=WAIT_S) == request.number
-    server.stop()
-    assert engine.cancels_so_far() == []
-
-
-def test_a_client_that_leaves_in_the_middle_of_a_stream_causes_one_cancel(
-    connect: Connect, server: LiveServer, engine: FakeEngine
-) -> None:
-    client = connect(chat(stream=True))
-    request = engine.next_request()
-    request.send(b"once")
-    client.read_until(b'"content":"once"')
-    client.socket.close()
-    assert engine.cancelled.get(timeout=WAIT_S) == request.number
-    server.stop()
-    assert engine.cancels_so_far() == []
-
-
-def test_a_client_that_leaves_in_the_middle_of_an_answer_that_is_not_streamed_causes_one_cancel(
-    connect: Connect, server: LiveServer, engine: FakeEngine
-) -> None:
-    client = connect(chat())
-    request = engine.next_request()
-    request.send(b"once")
-    client.socket.close()
-    assert engine.cancelled.get(timeout=WAIT_S) == request.number
-    server.stop()
-    assert engine.cancels_so_far() == []
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_that_was_read_to_its_end_is_never_cancelled(
-    connect: Connect, server: LiveServer, engine: FakeEngine, stream: bool
-) -> None:
-    client = connect(chat(stream=stream))
-    request = engine.next_request()
-    request.send(b"all of it")
-    request.end()
-    client.read_until(b"[DONE]" if stream else b'"usage"')
-    client.socket.close()
-    server.stop()
-    assert engine.cancels_so_far() == []
-
-
-def test_a_client_that_leaves_while_it_uploads_submits_nothing(
-    server: LiveServer, engine: FakeEngine
-) -> None:
-    client = socket.create_connection((server.host, server.port), timeout=WAIT_S)
-    client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
-    client.close()
-    assert httpx.get(server.url + "/health").status_code == 200
-    server.stop()
-    assert engine.requests == {}
-
-
-def test_a_client_that_does_not_read_stalls_nobody_else(
-    connect: Connect, server: LiveServer, engine: FakeEngine
-) -> None:
-    slow = connect(chat(stream=True))
-    stalled = engine.next_request()
-    # Far more than what the sockets' buffers take.
-    for _ in range(400):
-        stalled.send(engine.tokenizer.encode(LONG) * 16)
-    quick = connect(chat(stream=True))
-    request = engine.next_request()
-    request.send(b"quick")
-    request.end()
-    assert b'"content":"quick"' in quick.read_until(b"[DONE]")
-    slow.socket.close()
-    assert engine.cancelled.get(timeout=WAIT_S) == stalled.number
-    server.stop()
-    assert engine.cancels_so_far() == []
-
-
-# The end of the server
-
-
-def test_a_stop_cancels_what_runs_after_its_grace_and_says_so(
-    connect: Connect, server: LiveServer, engine: FakeEngine
-) -> None:
-    streaming = connect(chat(stream=True))
-    first = engine.next_request()
-    first.send(b"once")
-    streaming.read_until(b'"content":"once"')
-    waiting = connect(chat())
-    second = engine.next_request()
-    server.stop()
-    assert b"server_stopping" in streaming.read_to_end()
-    assert waiting.read_to_end().startswith(b"HTTP/1.1 503")
-    assert sorted(engine.cancels_so_far()) == [first.number, second.number]
-
-
-def test_a_stop_lets_answers_end_within_their_grace_and_admits_no_more(engine: FakeEngine) -> None:
-    settings = Settings(grace_s=WAIT_S)
-    app = create_app(engine, engine.tokenizer, MODEL, settings)
-    with live_server(app, settings) as server:
-        client = RawClient(server.host, server.port, chat(stream=True))
-        request = engine.next_request()
-        request.send(b"once")
-        client.read_until(b'"content":"once"')
-        late = httpx.Client(base_url=server.url)
-        server.begin_stop()
-        while late.get("/health").status_code == 200:
-            pass
-        refused = late.post("/v1/chat/completions", json=chat())
-        assert (refused.status_code, error_of(refused)["code"]) == (503, "server_stopping")
-        request.send(b" more")
-        request.end()
-        assert b'"finish_reason":"stop"' in client.read_until(b"[DONE]")
-        late.close()
-        client.socket.close()
-    assert engine.cancels_so_far() == []
-
-
-def test_a_signal_ends_the_process_even_where_a_client_never_reads() -> None:
-    command = [sys.executable, "-m", "tests.fake_server"]
-    with ExitStack() as stack:
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT, text=True
-        )
-        stack.enter_context(process)
-        stack.callback(process.kill)
-        assert process.stdout is not None
-        port = int(process.stdout.readline().rsplit(":", 1)[1])
-        client = stack.enter_context(RawClient("127.0.0.1", port, chat(stream=True)).socket)
-        assert client.recv(100).startswith(b"HTTP/1.1 200")
-        process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=WAIT_S)
-    assert process.returncode == 0, errors
-    assert "finish=cancelled" in errors
-    assert "Traceback" not in errors
-
-
-# Failures of the engine
 
 
 def test_a_dead_engine_answers_503_everywhere(server: LiveServer, engine: FakeEngine) -> None:
@@ -331,9 +125,6 @@ def test_a_stop_string_is_a_stop_even_where_the_engine_calls_it_length(
     (choice,) = answer["choices"]
     assert (choice["message"]["content"], choice["finish_reason"]) == ("ab", "stop")
     assert answer["usage"]["completion_tokens"] == 4
-
-
-# Refusals
 
 
 def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers(
@@ -420,134 +211,6 @@ def test_the_model_answers_to_its_name_and_to_the_last_part_of_it(
     response = post(server, chat() | {"model": "large"})
     assert (response.status_code, error_of(response)["param"]) == (404, "model")
     assert engine.requests == {}
-
-
-def test_unknown_routes_and_methods_are_refused_in_the_same_shape(server: LiveServer) -> None:
-    assert error_of(post(server, {}, "/v1/nothing"))["message"] == "There is no /v1/nothing here."
-    response = httpx.get(server.url + "/v1/chat/completions")
-    assert (response.status_code, response.headers["allow"]) == (405, "POST")
-    assert "does not take GET" in error_of(response)["message"]
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"",
-        b"{",
-        b"\xff",
-        b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
-        b'{"messages": [], "x": ' + b"[" * 900 + b"]" * 900 + b"}",
-    ],
-)
-def test_a_body_that_is_no_json_is_a_400_and_the_server_lives(
-    server: LiveServer, body: bytes
-) -> None:
-    response = post(server, body)
-    assert (response.status_code, error_of(response)["type"]) == (400, "invalid_request_error")
-    assert httpx.get(server.url + "/health").status_code == 200
-
-
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/nothing"])
-@pytest.mark.parametrize("declared", [True, False])
-def test_a_large_body_is_refused_and_its_client_gets_to_read_that(
-    server: LiveServer, engine: FakeEngine, path: str, declared: bool
-) -> None:
-    body = b"x" * (4 * 2**20)
-    content = body if declared else iter([body[: 2**20]] * 4)
-    response = httpx.post(server.url + path, content=content, timeout=WAIT_S)
-    assert response.status_code == (413 if path == "/v1/chat/completions" else 404)
-    assert error_of(response)["type"] == "invalid_request_error"
-    server.stop()
-    assert engine.requests == {}
-
-
-def test_a_connection_serves_on_after_a_body_that_nobody_wanted(
-    connect: Connect, engine: FakeEngine
-) -> None:
-    client = connect({})
-    client.read_until(b"}}")
-    client.send(b"x" * (4 * 2**20), "/v1/nothing")
-    assert client.read_until(b"}}").startswith(b"HTTP/1.1 404")
-    client.send(json.dumps(chat()).encode())
-    engine.next_request().end()
-    assert client.read_until(b"}}").startswith(b"HTTP/1.1 200")
-
-
-def test_a_body_without_an_end_is_not_read_for_ever(
-    connect: Connect, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(guard, "LINGER_BYTES_MAX", 0)
-    client = connect({})
-    client.read_until(b"}}")
-    # The server closes while bytes are on their way, which the client may see as a reset.
-    with suppress(ConnectionError):
-        client.send(b"x" * (16 * 2**20), "/v1/nothing")
-    with suppress(ConnectionError):
-        client.read_to_end()
-
-
-def test_the_end_of_a_response_never_waits_for_a_body_that_nobody_takes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(guard, "LINGER_BYTES_MAX", -1)
-
-    async def scenario() -> None:
-        # As in Hypercorn: what was received waits in a bounded queue, where the end goes, too.
-        received: asyncio.Queue[Any] = asyncio.Queue(1)
-        received.put_nowait({"type": "http.request", "body": b"x", "more_body": True})
-
-        async def send(message: Any) -> None:
-            if not message.get("more_body", True):
-                await received.put({"type": "http.disconnect"})
-
-        app = guard.Guard(Response("answer"))
-        await asyncio.wait_for(app({"type": "http", "path": "/"}, received.get, send), WAIT_S)
-
-    asyncio.run(scenario())
-
-
-def test_a_body_that_is_said_to_be_too_large_is_refused_before_it_is_sent(
-    server: LiveServer,
-) -> None:
-    client = socket.create_connection((server.host, server.port), timeout=WAIT_S)
-    client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 2001\r\n\r\n")
-    assert client.recv(65536).startswith(b"HTTP/1.1 413")
-    client.close()
-
-
-def test_a_failure_of_our_own_is_a_500_without_a_traceback(
-    server: LiveServer, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
-) -> None:
-    engine.refusal = ZeroDivisionError("secret")  # type: ignore[assignment]
-    response = post(server, chat())
-    assert (response.status_code, error_of(response)["code"]) == (500, "internal_error")
-    assert "secret" not in response.text
-    engine.refusal = None
-    assert httpx.get(server.url + "/health").status_code == 200
-    server.stop()
-    captured = capsys.readouterr()
-    assert "ZeroDivisionError" in captured.out + captured.err
-
-
-def test_a_log_that_cannot_be_written_costs_no_request(
-    server: LiveServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    closed = io.StringIO()
-    closed.close()
-    configure_logs()
-    monkeypatch.setattr(sys, "stderr", closed)
-    assert error_of(post(server, {}))["param"] == "messages"
-
-
-def test_a_path_cannot_write_a_log_line_of_its_own(
-    server: LiveServer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    configure_logs()
-    post(server, {}, "/v1/%0Aevent=forged%0D%1B[31m")
-    server.stop()
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "event=forged" in line
-    assert line.isprintable()
 
 
 def test_sixteen_streams_at_once_keep_their_texts_apart() -> None:
