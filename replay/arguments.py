@@ -18,6 +18,13 @@ def number(text: str) -> int:
     raise argparse.ArgumentTypeError(f"must be a whole number of 0 or more, not {text!r}")
 
 
+def count(text: str) -> int:
+    """A whole number of 1 or more, for argparse."""
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"must be a whole number of 1 or more, not {text!r}")
+
+
 def place(text: str) -> int:
     """A whole number, negative ones from the end, for argparse."""
     if text.removeprefix("-").isdecimal():

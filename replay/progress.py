@@ -7,7 +7,7 @@ that a report is the same with and without it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from statemachine.records import Record, StepPlanned
@@ -17,12 +17,35 @@ from .reader import Tape
 RECORDS_BETWEEN = 256
 """Records between two looks at the bar: looking costs more than reading a record."""
 
+Told = Callable[[int, object], None]
+"""Of bytes that are done by now, and the step."""
+
 
 @contextmanager
 def progress(tape: Tape, what: str) -> Iterator[Iterable[Record]]:
     """The tape's records; while they are taken, a bar says how far `what` is."""
     if not sys.stderr.isatty():
         yield tape
+        return
+    with progress_bar(what, tape.bytes_total) as tell:
+
+        def records() -> Iterator[Record]:
+            step = -1
+            for number, record in enumerate(tape):
+                if isinstance(record, StepPlanned):
+                    step = record.step
+                if number % RECORDS_BETWEEN == 0:
+                    tell(tape.bytes_read, step)
+                yield record
+
+        yield records()
+
+
+@contextmanager
+def progress_bar(what: str, bytes_total: int | None) -> Iterator[Told]:
+    """A bar for `what`, on a terminal, and how it is told."""
+    if not sys.stderr.isatty():
+        yield lambda _done, _step: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
@@ -37,15 +60,5 @@ def progress(tape: Tape, what: str) -> Iterator[Iterable[Record]]:
     )
     console = Console(file=sys.stderr, stderr=True)
     with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(what, total=tape.bytes_total, step="-")
-
-        def records() -> Iterator[Record]:
-            step = -1
-            for number, record in enumerate(tape):
-                if isinstance(record, StepPlanned):
-                    step = record.step
-                if number % RECORDS_BETWEEN == 0:
-                    bar.update(task, completed=tape.bytes_read, step=step)
-                yield record
-
-        yield records()
+        task = bar.add_task(what, total=bytes_total, step="-")
+        yield lambda done, step: bar.update(task, completed=done, step=step)

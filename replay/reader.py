@@ -8,6 +8,7 @@ say, apart from segments that do not follow each other.
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import shutil
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import IO
 
 import zstandard
+from attrs import frozen
 
 from statemachine.codec import MAGIC, TapeDecoder
 from statemachine.errors import CodecError
@@ -31,6 +33,23 @@ UNPACKED_BYTES = 1 << 16
 """Unpacked bytes that are handed on at once, at the least."""
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 STDIN = "-"
+HEAD_RECORDS = 2
+"""What each segment of a folder begins with: the header, and a checkpoint."""
+
+
+@frozen
+class Segment:
+    """A part of a tape that can be read alone, in its place: a file of a folder. sources: with one
+    behind it that was cut too early to be told apart. behind: the file that it must lead to.
+    """
+
+    number: int
+    sources: list[str]
+    behind: str | None
+
+    @property
+    def last(self) -> bool:
+        return self.behind is None
 
 
 class Tape:
@@ -43,10 +62,17 @@ class Tape:
     checkpoint that a tape from the middle begins with.
     """
 
-    def __init__(self, path: str, from_step: int | None = None, near: int | None = None) -> None:
+    def __init__(
+        self,
+        path: str,
+        from_step: int | None = None,
+        near: int | None = None,
+        segment: Segment | None = None,
+    ) -> None:
         """`from_step`: begin with the last checkpoint that stands before this step's plan; whole
-        segments before it are not read. `near`: only leave such segments out. Raises Unusable
-        where there is no such tape.
+        segments before it are not read. `near`: only leave such segments out. `segment`: read that
+        one alone, and of the one behind it what it must lead to. Raises Unusable where there is no
+        such tape.
         """
         self.path = path
         self.header: Header | None = None
@@ -63,7 +89,8 @@ class Tape:
         self._segment = 0
         self._place = 0
         self._fresh = True
-        self._segments = sources_of(path, self.notes)
+        self._only = segment
+        self._segments = sources_of(path, self.notes) if segment is None else segment.sources
         self.bytes_total = _size(self._segments)
 
     def __iter__(self) -> Iterator[Record]:
@@ -72,9 +99,11 @@ class Tape:
             self._skip_segments(self._near)
         if self._from is not None:
             self._find_start(self._from)
+        behind = None if self._only is None else self._only.behind
         for source in self._segments:
-            self.source = source
-            yield from self._read(source, last=source == self._segments[-1])
+            yield from self._read(source, last=source == self._segments[-1] and behind is None)
+        if behind is not None:
+            yield from itertools.islice(self._read(behind, last=True), HEAD_RECORDS)
         if self.header is None:
             raise Unusable(f"{self.path} is too short to hold a header: there is nothing to replay")
 
@@ -101,6 +130,7 @@ class Tape:
             )
 
     def _read(self, source: str, last: bool) -> Iterator[Record]:
+        self.source = source
         decoder, self._fresh, before = TapeDecoder(), True, b""
         try:
             for chunk in self._chunks(source):
@@ -149,6 +179,8 @@ class Tape:
                 self._check_segment(record, source)
             self._fresh = False
             place, self._place = self._place, self._place + 1
+            if place == 1 and self._from_middle and not isinstance(record, Checkpoint):
+                raise Unusable(f"{source} has no checkpoint to start from: replay without --jobs")
             if place == 0 or place >= self._skipped:
                 yield record
 
@@ -156,7 +188,7 @@ class Tape:
         self._segment += 1
         if self.header is None:
             self.header = header
-            if self._near is None and header.segment:
+            if self._near is None and header.segment and not self._from_middle:
                 self.notes.append(f"the tape starts at segment {header.segment}: older ones went")
             return
         expected = self.header.segment + self._segment - 1
@@ -164,6 +196,11 @@ class Tape:
             raise Unusable(f"{source} is segment {header.segment}, where {expected} should follow")
         if header.geometry != self.header.geometry or header.model != self.header.model:
             raise Unusable(f"{source} is of another run than the segment before it")
+
+    @property
+    def _from_middle(self) -> bool:
+        """Whether the segment that is read alone is not the first of its tape."""
+        return self._only is not None and self._only.number > 0
 
     def _chunks(self, source: str) -> Iterator[bytes]:
         if source == STDIN:
@@ -263,6 +300,25 @@ def sources_of(path: str, notes: list[str]) -> list[str]:
     if not place.exists():
         raise Unusable(f"{path} does not exist: give the path of a capture")
     return [path]
+
+
+def segments_of(path: str, notes: list[str]) -> list[Segment]:
+    """The parts of a tape; `notes` as above. Raises Unusable."""
+    parts = [[source] for source in sources_of(path, notes)]
+    if len(parts) > 1 and _cut_in_its_head(parts[-1][0]):
+        parts[-2:] = [parts[-2] + parts[-1]]
+    behind = [part[0] for part in parts[1:]]
+    pairs = zip(parts, [*behind, None], strict=True)
+    return [Segment(number, sources, next_one) for number, (sources, next_one) in enumerate(pairs)]
+
+
+def _cut_in_its_head(source: str) -> bool:
+    """Whether a file stops before its checkpoint does."""
+    tape = Tape(source)
+    try:
+        return len(list(itertools.islice(tape, HEAD_RECORDS))) < HEAD_RECORDS
+    except Unusable:
+        return tape.torn or tape.header is None
 
 
 def _folder(folder: Path, notes: list[str]) -> list[str]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 
-from .arguments import TAPE_HELP, margin, named_folder, number, tell
+from .arguments import TAPE_HELP, count, margin, named_folder, number, tell
 from .cli import listing
 from .errors import Unusable
 from .fold import AT_END, EACH_EVENT, EACH_STEP
+from .parallel import replay_segments
 from .report import ReplayReport, as_json, as_text
-from .run import DEPTHS, Options, replay
+from .run import DEPTHS, FOLD, PLAN, Options, replay
 
 __all__ = ["ReplayReport", "main"]
 
@@ -48,6 +49,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     how.add_argument(
         "--strict", action="store_true", help="a last step without an answer is a crash"
+    )
+    how.add_argument(
+        "--jobs",
+        type=count,
+        default=1,
+        metavar="N",
+        help="replay the segments of a folder in so many processes (fold and plan)",
     )
     part = parser.add_argument_group("which part")
     part.add_argument(
@@ -88,22 +96,32 @@ def main(arguments: list[str]) -> int:
     given = _parser().parse_args(arguments)
     if None not in (given.start, given.until) and given.until < given.start:
         raise Unusable(f"--until {given.until} is before --from {given.start}: nothing is between")
-    outcome = replay(
-        given.tape,
-        Options(
-            depth=given.depth,
-            model=given.model,
-            adapters=tuple(given.adapter),
-            margin=given.margin,
-            start=given.start,
-            until=given.until,
-            only=given.seq,
-            invariants=given.invariants,
-            strict=given.strict,
-            progress=True,
-            tell=tell,
-            draft_model=given.draft_model,
-        ),
+    options = Options(
+        depth=given.depth,
+        model=given.model,
+        adapters=tuple(given.adapter),
+        margin=given.margin,
+        start=given.start,
+        until=given.until,
+        only=given.seq,
+        invariants=given.invariants,
+        strict=given.strict,
+        progress=True,
+        tell=tell,
+        draft_model=given.draft_model,
     )
+    if given.jobs == 1:
+        outcome = replay(given.tape, options)
+    else:
+        _require_whole_tape(options)
+        outcome = replay_segments(given.tape, options, given.jobs)
     print(as_json(outcome) if given.json else as_text(outcome))
     return outcome.exit_code
+
+
+def _require_whole_tape(options: Options) -> None:
+    """Raise Unusable where --jobs is asked for with what it does not go with."""
+    if options.depth not in (FOLD, PLAN):
+        raise Unusable(f"--jobs is for {FOLD} and {PLAN}: at {options.depth}, the model is shared")
+    if options.start is not None or options.until is not None:
+        raise Unusable("--jobs replays a whole tape: leave out --from and --until, or --jobs")

@@ -7,21 +7,22 @@ record, the earliest event wins, and the fold before the others.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Protocol
 
 from attrs import define, evolve, field, frozen
+from msgspec.structs import astuple
 
 from statemachine.records import Header, Record, StepDone, StepFailed, StepPlanned
 
 from .divergence import CRASH, Diverged, Divergence
 from .drafted import of_draft
 from .errors import Unusable
-from .fold import EACH_STEP, Counts, Fold
+from .fold import EACH_STEP, REASONS_KEPT, Counts, Fold
 from .hints import with_hint
 from .progress import progress
-from .reader import Tape
+from .reader import HEAD_RECORDS, Tape
 from .words import plural
 
 FOLD = "fold"
@@ -32,6 +33,10 @@ DEPTHS = (FOLD, PLAN, FORWARD, REFERENCE)
 
 CLEAN, DIVERGED, UNUSABLE, TORN = 0, 1, 2, 3
 """Exit codes."""
+
+
+def _say_nothing(_what: str) -> None:
+    """A function with a name, so that options can be handed to another process."""
 
 
 @frozen
@@ -55,7 +60,7 @@ class Options:
     invariants: str = EACH_STEP
     strict: bool = False
     progress: bool = False
-    tell: Callable[[str], None] = lambda _: None
+    tell: Callable[[str], None] = _say_nothing
     draft_model: str | None = None
 
     def for_draft(self) -> Options:
@@ -80,6 +85,30 @@ class Outcome:
     figures: dict[str, int | float | str] = field(factory=dict)
     only: int | None = None
     started_after: int | None = None
+
+
+@frozen
+class Pass:
+    """What one pass over a tape, or over a part of it, came to; see Outcome, and Fold.
+
+    stopped: before the end, by `until`. cut: the tape stops inside of a frame; no_end: it stops
+    without saying so; inside: it stops inside a step. last_step: the newest that was planned.
+    """
+
+    counts: Counts
+    header: Header | None
+    divergence: Divergence | None
+    stopped: bool
+    cut: bool
+    no_end: bool
+    inside: bool
+    position: int
+    notes: list[str]
+    figures: dict[str, int | float | str]
+    first_failed: StepFailed | None
+    gap_reasons: list[str]
+    started_after: int | None
+    last_step: int
 
 
 class Checker(Protocol):
@@ -116,7 +145,7 @@ def checker_for(options: Options, fold: Fold) -> Checker | None:
 
 
 @contextmanager
-def _few_collections() -> Iterator[None]:
+def few_collections() -> Iterator[None]:
     """A replay makes frozen values without cycles, which the collector would walk in vain."""
     before = gc.get_threshold()
     gc.set_threshold(100_000, *before[1:])
@@ -128,12 +157,18 @@ def _few_collections() -> Iterator[None]:
 
 def replay(path: str, options: Options) -> Outcome:
     """Replay a tape. Raises Unusable where it cannot be read, or not at this depth."""
-    with _few_collections():
+    with few_collections():
         return _replay(path, options)
 
 
 def _replay(path: str, options: Options) -> Outcome:
-    tape = Tape(path, options.start)
+    return outcome_of(path, options, [one_pass(Tape(path, options.start), options)])
+
+
+def one_pass(tape: Tape, options: Options, last: bool = True) -> Pass:
+    """Over a tape, or over a segment of it, after which, unless it is the `last`, the tape goes on.
+    Raises Unusable.
+    """
     fold = Fold(options.invariants, options.only)
     checker = checker_for(options, fold)
     divergence: Divergence | None = None
@@ -149,25 +184,60 @@ def _replay(path: str, options: Options) -> Outcome:
     except Diverged as diverged:
         divergence = diverged.divergence
     divergence = _finish(checker, divergence)
-    if at_end and options.only is not None and options.only > fold.state.last_seq:
-        raise Unusable(f"{path} has no sequence {options.only}: nothing was compared")
-    torn = at_end and (tape.torn or not tape.ended)
-    code = DIVERGED if divergence else TORN if torn else CLEAN
-    hint = ""
+    if last and at_end and options.only is not None and options.only > fold.state.last_seq:
+        raise Unusable(f"{tape.path} has no sequence {options.only}: nothing was compared")
+    if at_end and not last:
+        fold.counts.records -= HEAD_RECORDS  # those of the segment behind it, which counts them
+    notes = list(tape.notes)
     if divergence is not None and fold.counts.records > 1:
         inner = fold.drafted if divergence.draft_step >= 0 else None
         divergence, hint = with_hint(divergence, (inner or fold).state)
+        notes += [hint] if hint else []
+    inside = fold.pieces or (fold.drafted is not None and fold.drafted.pieces)
+    return Pass(
+        counts=fold.counts,
+        header=tape.header,
+        divergence=divergence,
+        stopped=stopped,
+        cut=last and at_end and tape.torn,
+        no_end=last and at_end and not tape.ended,
+        inside=bool(inside),
+        position=tape.position,
+        notes=notes,
+        figures={} if checker is None else checker.figures(),
+        first_failed=fold.first_failed,
+        gap_reasons=fold.gap_reasons,
+        started_after=tape.started_after,
+        last_step=fold.newest_step,
+    )
+
+
+def outcome_of(path: str, options: Options, passes: Sequence[Pass]) -> Outcome:
+    """Of passes over a tape's parts in order, up to the first that diverges."""
+    first, last = passes[0], passes[-1]
+    torn = last.cut or last.no_end
+    figures: dict[str, int | float | str] = dict(last.figures)
+    for name, value in last.figures.items():
+        if len(passes) > 1 and isinstance(value, int):
+            figures[name] = sum(int(it.figures[name]) for it in passes)
     outcome = Outcome(
-        path, options.depth, code, fold.counts, tape.header, divergence,
-        torn, options.until if stopped else None, tape.position, list(tape.notes),
-        only=options.only, started_after=tape.started_after,
-    )  # fmt: skip
-    outcome.notes += [hint] if hint else []
-    _add_notes(outcome, fold, tape)
-    if at_end and divergence is None and options.until is not None:
+        path=path,
+        depth=options.depth,
+        exit_code=DIVERGED if last.divergence else TORN if torn else CLEAN,
+        counts=Counts(*map(sum, zip(*(astuple(it.counts) for it in passes), strict=True))),
+        header=first.header,
+        divergence=last.divergence,
+        torn=torn,
+        stopped_at=options.until if last.stopped else None,
+        position=last.position,
+        notes=list(dict.fromkeys(note for it in passes for note in it.notes)),
+        figures=figures,
+        only=options.only,
+        started_after=first.started_after,
+    )
+    _add_notes(outcome, passes)
+    if options.until is not None and not last.stopped and last.divergence is None:
         outcome.notes.append(f"the tape ends before step {options.until} is answered")
-    if checker is not None:
-        outcome.figures = checker.figures()
     return outcome
 
 
@@ -243,8 +313,9 @@ def _last_step(fold: Fold, tape: Tape, options: Options) -> None:
     )
 
 
-def _add_notes(outcome: Outcome, fold: Fold, tape: Tape) -> None:
-    counts, failed = outcome.counts, fold.first_failed
+def _add_notes(outcome: Outcome, passes: Sequence[Pass]) -> None:
+    counts, last = outcome.counts, passes[-1]
+    failed = next((it.first_failed for it in passes if it.first_failed is not None), None)
     if failed is not None:
         outcome.notes.append(
             f"{plural(counts.failed_steps, 'step')} failed when they ran; the first, step "
@@ -252,14 +323,14 @@ def _add_notes(outcome: Outcome, fold: Fold, tape: Tape) -> None:
         )
     if counts.gaps:
         missing, gaps = plural(counts.lost_records, "record"), plural(counts.gaps, "gap")
+        reasons = dict.fromkeys(reason for it in passes for reason in it.gap_reasons)
         outcome.notes.append(
-            f"{missing} missing in {gaps} ({'; '.join(fold.gap_reasons)}): nothing is known of "
-            "these steps"
+            f"{missing} missing in {gaps} ({'; '.join([*reasons][:REASONS_KEPT])}): nothing is "
+            "known of these steps"
         )
     if not counts.steps and outcome.divergence is None:
         outcome.notes.append("no step was compared: what was looked at holds none")
-    inside = fold.pieces or (fold.drafted is not None and fold.drafted.pieces)
-    if outcome.torn and not tape.torn and not inside:
+    if last.no_end and not last.cut and not last.inside:
         outcome.notes.append(
             "the tape has no end: it was cut, or its process did not stop in order"
         )
