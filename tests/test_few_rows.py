@@ -59,7 +59,7 @@ def test_products_are_those_of_the_modules(scaling: Any, traditional: bool) -> N
 
 
 BROKEN: dict[str, Change] = {
-    "a part is left out": ("int parts = width / PART,", "int parts = width / PART - 1,"),
+    "a part is left out": ("parts = layer.width / PART;", "parts = layer.width / PART - 1;"),
     "rows are counted short": ("t * 8 + m >= count)", "t * 8 + m >= count - 1)"),
     "a pair is turned backwards": ("* across - high * along;", "* across + high * along;"),
     "the gate and what it lets through are mixed up": (
@@ -70,7 +70,7 @@ BROKEN: dict[str, Change] = {
         "narrow<T>(low + float(base[to]))",
         "narrow<T>(low)",
     ),
-    "the norm is left out": ("float scale = Layer::NORMED ?", "float scale = width < 0 ?"),
+    "the norm is left out": ("float scale = Layer::NORMED ?", "float scale = count < 0 ?"),
     "the norm's weights are left out": (
         "make_uint4(normed<T>(b.x, by.x, square),",
         "make_uint4((normed<T>(b.x, by.x, square), b.x),",

@@ -1,5 +1,5 @@
-// The words of decode.h, tensor.h, product.h and sample.h in CUDA. The tests' emulator has its own
-// for most of them.
+// The words of decode.h, tensor.h, product.h, chain.h and sample.h in CUDA. The tests' emulator has
+// its own for most of them.
 #pragma once
 #ifndef EMULATED
 #define FN __device__ __forceinline__
@@ -14,6 +14,15 @@ FN uint4 load16(const void* at) {
   uint4 r;  // read once: past the first cache
   asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
                : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(at));
+  return r;
+}
+// What this thread read and wrote, and what its block did before it met, stands before what follows,
+// for the whole device.
+FN void fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+// A counter that other blocks change, as it is now.
+FN unsigned seen(const unsigned* at) {
+  unsigned r;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(r) : "l"(at) : "memory");
   return r;
 }
 FN uint4 load16_again(const void* at) { return *reinterpret_cast<const uint4*>(at); }

@@ -8,6 +8,7 @@
 // What a tile's rows are, and what becomes of its sums, is said by a struct:
 //   row(tile, half, at)              where row `at` of 16 of either half of a tile begins
 //   finish(tile, at, m, low, high)   the sums of row `at` of both halves with row m of x
+//   tiles(), width                   how many there are; of a row of weights
 //   NORMED, norm(), eps()            whether x is to be normed (RMSNorm), by which weights
 // Rows are normed on the way: their numbers times the norm's weights go into the product, their
 // squares are summed beside it, and the sums are divided in the end.
@@ -33,17 +34,37 @@ template <typename T> FN void multiply_part(float (&sums)[2][4], const uint4 (&w
     multiply(sums[half], p.z, q.z, p.w, q.w, b.z, b.w, T());
   }
 }
-template <typename T, int TILES, typename Layer> struct ProductWarp {
+// A tile's weights, as a lane has them, on their way from memory. The first may be asked for before
+// anything else of the tile is known.
+template <typename T> struct Weights {
   enum { PARTS = 2 };  // on their way while as many are multiplied
-  uint4 weights[PARTS][4];
-  float sums[TILES][2][4], squares[TILES];
+  uint4 next[PARTS][4];
   const T* rows[4];    // this lane's, of A's rows: `line` and `line` + 8 of either half
-  int line, column;
+  int parts;
 
-  FN void begin(const Layer& layer, int tile, int lane) {
-    line = lane / 4; column = lane % 4;
+  template <typename Layer> FN void begin(const Layer& layer, int tile, int lane) {
+    int line = lane / 4, column = lane % 4;
 #pragma unroll
     for (int i = 0; i < 4; ++i) rows[i] = layer.row(tile, i / 2, line + i % 2 * 8) + column * 8;
+    parts = layer.width / PART;
+  }
+  FN void load(int first) {
+#pragma unroll
+    for (int j = 0; j < PARTS; ++j)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        next[j][i] = first + j < parts ? load16(rows[i] + (first + j) * PART)
+                                       : make_uint4(0, 0, 0, 0);
+  }
+};
+template <typename T, int TILES> struct ProductWarp {
+  enum { PARTS = Weights<T>::PARTS };
+  uint4 weights[PARTS][4];
+  float sums[TILES][2][4], squares[TILES];
+  int line, column;
+
+  FN void begin(int lane) {
+    line = lane / 4; column = lane % 4;
 #pragma unroll
     for (int t = 0; t < TILES; ++t) {
       squares[t] = 0.0f;
@@ -51,16 +72,8 @@ template <typename T, int TILES, typename Layer> struct ProductWarp {
       for (int i = 0; i < 8; ++i) sums[t][i / 4][i % 4] = 0.0f;
     }
   }
-  FN void load(uint4 (&into)[PARTS][4], int first, int parts) const {
-#pragma unroll
-    for (int j = 0; j < PARTS; ++j)
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        into[j][i] = first + j < parts ? load16(rows[i] + (first + j) * PART)
-                                       : make_uint4(0, 0, 0, 0);
-  }
-  FN void multiply_parts(const Layer& layer, const T* x, int count, int width, int first,
-                         int parts) {
+  template <typename Layer>
+  FN void multiply_parts(const Layer& layer, const T* x, int count, int first, int parts) {
 #pragma unroll
     for (int j = 0; j < PARTS; ++j) {
       const uint4 (&w)[4] = weights[j];
@@ -70,23 +83,22 @@ template <typename T, int TILES, typename Layer> struct ProductWarp {
 #pragma unroll
       for (int t = 0; t < TILES; ++t) {
         int m = t * 8 + line;
-        uint4 b = m < count && there ? load16_again(x + (long)m * width + at)
+        uint4 b = m < count && there ? load16_again(x + (long)m * layer.width + at)
                                      : make_uint4(0, 0, 0, 0);
         if (Layer::NORMED) b = normed_four<T>(b, by, squares[t]);
         multiply_part<T>(sums[t], w, b);
       }
     }
   }
-  // All parts that are this warp's: every `warps`-th run of PARTS.
-  FN void walk(const Layer& layer, const T* x, int count, int width, int warp, int warps) {
-    int parts = width / PART, stride = warps * PARTS;
-    uint4 next[PARTS][4];
-    load(next, warp * PARTS, parts);
-    for (int first = warp * PARTS; first < parts; first += stride) {
+  // All parts that are this warp's: every `warps`-th run of PARTS, of which the first was loaded.
+  template <typename Layer>
+  FN void walk(const Layer& layer, const T* x, int count, int warp, int warps, Weights<T>& from) {
+    int stride = warps * PARTS;
+    for (int first = warp * PARTS; first < from.parts; first += stride) {
 #pragma unroll
-      for (int i = 0; i < PARTS * 4; ++i) weights[i / 4][i % 4] = next[i / 4][i % 4];
-      load(next, first + stride, parts);
-      multiply_parts(layer, x, count, width, first, parts);
+      for (int i = 0; i < PARTS * 4; ++i) weights[i / 4][i % 4] = from.next[i / 4][i % 4];
+      from.load(first + stride);
+      multiply_parts(layer, x, count, first, from.parts);
     }
     if (Layer::NORMED)
 #pragma unroll
@@ -94,34 +106,49 @@ template <typename T, int TILES, typename Layer> struct ProductWarp {
         for (int reach = 1; reach < 4; reach *= 2) squares[t] += shuffle_xor(squares[t], reach);
   }
 };
-
-// x: [count, width], count up to 8 * TILES. Grid: a block a tile.
-template <typename T, int TILES, int WARPS, typename Layer>
-FN void product(const T* x, int count, int width, const Layer& layer) {
+// Where a block's warps put together what they have for 8 rows of x.
+template <int WARPS> struct Merge {
   enum { LINE = 33 };  // one more than it holds: columns then lie in different banks
-  __shared__ float merged[WARPS][8][LINE], squares[WARPS][8];
+  float sums[WARPS][8][LINE], squares[WARPS][8];
+
+  template <typename T, int TILES>
+  FN void give(const ProductWarp<T, TILES>& from, int t, int warp) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      sums[warp][from.column * 2 + i % 2][from.line + i / 2 * 8] = from.sums[t][i / 4][i % 4];
+    if (from.column == 0) squares[warp][from.line] = from.squares[t];
+  }
+  template <typename Layer> FN void finish(const Layer& layer, int tile, int t, int count) const {
+    int at = threadIdx.x % 16, m = threadIdx.x / 16;
+    if (m >= 8 || t * 8 + m >= count) return;
+    float low = 0.0f, high = 0.0f, square = 0.0f;
+    for (int w = 0; w < WARPS; ++w) {
+      low += sums[w][m][at];
+      high += sums[w][m][at + 16];
+      square += squares[w][m];
+    }
+    float scale = Layer::NORMED ? inverse_root(square / layer.width + layer.eps()) : 1.0f;
+    layer.finish(tile, at, t * 8 + m, low * scale, high * scale);
+  }
+};
+
+// x: [count, layer.width], count up to 8 * TILES. Grid: a block a tile.
+template <typename T, int TILES, int WARPS, typename Layer>
+FN void product(const T* x, int count, const Layer& layer) {
+  __shared__ Merge<WARPS> merge;
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  ProductWarp<T, TILES, Layer> mine;
-  mine.begin(layer, blockIdx.x, lane);
-  mine.walk(layer, x, count, width, warp, WARPS);
+  Weights<T> weights;
+  ProductWarp<T, TILES> mine;
+  weights.begin(layer, blockIdx.x, lane);
+  weights.load(warp * Weights<T>::PARTS);
+  mine.begin(lane);
+  mine.walk(layer, x, count, warp, WARPS, weights);
 #pragma unroll
   for (int t = 0; t < TILES; ++t) {
     __syncthreads();
-#pragma unroll
-    for (int i = 0; i < 8; ++i)
-      merged[warp][mine.column * 2 + i % 2][mine.line + i / 2 * 8] = mine.sums[t][i / 4][i % 4];
-    if (mine.column == 0) squares[warp][mine.line] = mine.squares[t];
+    merge.give(mine, t, warp);
     __syncthreads();
-    int at = threadIdx.x % 16, m = threadIdx.x / 16;
-    if (m >= 8 || t * 8 + m >= count) continue;
-    float low = 0.0f, high = 0.0f, square = 0.0f;
-    for (int w = 0; w < WARPS; ++w) {
-      low += merged[w][m][at];
-      high += merged[w][m][at + 16];
-      square += squares[w][m];
-    }
-    float scale = Layer::NORMED ? inverse_root(square / width + layer.eps()) : 1.0f;
-    layer.finish(blockIdx.x, at, t * 8 + m, low * scale, high * scale);
+    merge.finish(layer, blockIdx.x, t, count);
   }
 }
 
@@ -135,6 +162,7 @@ template <typename T> struct Added {
 
   FN const T* norm() const { return weights; }
   FN float eps() const { return 0.0f; }
+  FN int tiles() const { return features / 32; }
   FN const T* row(int tile, int half, int at) const {
     return weights + (long)(tile * 32 + half * 16 + at) * width;
   }
@@ -156,6 +184,7 @@ template <typename T> struct Gated {
 
   FN const T* norm() const { return norm_weights; }
   FN float eps() const { return norm_eps; }
+  FN int tiles() const { return features / 16; }
   FN const T* row(int tile, int half, int at) const {
     return weights + (long)((half ? features : 0) + tile * 16 + at) * width;
   }
@@ -181,6 +210,7 @@ template <typename T, int DIM, bool TRADITIONAL> struct Heads {
 
   FN const T* norm() const { return norm_weights; }
   FN float eps() const { return norm_eps; }
+  FN int tiles() const { return (query_features + key_features + value_features) / 32; }
   // Which of the three a tile is of; makes it a number among these.
   FN int of(int& tile) const {
     if (tile < query_features / 32) return QUERIES;

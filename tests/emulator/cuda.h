@@ -4,15 +4,19 @@
 
 #define EMULATED
 #define FN inline
-#define __shared__ static
+#define __shared__ OF_BLOCK
 typedef BFloat __nv_bfloat16;
 typedef Half __half;
 struct uint4 { unsigned x, y, z, w; };
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 inline void barrier() { emulator::barrier(); }
 inline void __syncthreads() { emulator::barrier(); }
-inline void __threadfence() {}
-inline unsigned atomicAdd(unsigned* at, unsigned x) { unsigned was = *at; *at += x; return was; }
+inline void fence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
+inline void __threadfence() { fence(); }
+inline unsigned atomicAdd(unsigned* at, unsigned x) {
+  return __atomic_fetch_add(at, x, __ATOMIC_RELAXED);
+}
+using emulator::seen;
 inline float shuffle_xor(float x, int reach) { return emulator::shuffle_xor(x, reach); }
 inline float fetched(const float* at) { return *at; }
 inline void fetch_four(const float* at, float* into) {

@@ -1,0 +1,141 @@
+// What lies between two attentions, in one launch of product.h's products: out + sum, norm + gate
+// and up + SwiGLU, down + sum, and the next layer's norm + queries, keys and values + RoPE.
+//
+// Each of these is a phase, whose tiles wait until all tiles of the phase before are done. All tiles
+// stand in one order, and a block takes the next one that nobody took, again and again, until none
+// is left. So a tile that somebody waits for is always at a block that runs and waits for earlier
+// ones at most: however few of the blocks run at once, and whatever else runs beside them, the
+// launch comes to an end. Weights wait for nothing: a block asks for the first of its next tile's
+// before its sums are made, and before it waits.
+//
+// What another block wrote is read by plain loads. They see it: who wrote it met its block, and one
+// thread of it fenced before it counted the tiles; who reads it met a thread that saw the count and
+// fenced, which empties the first cache.
+#pragma once
+
+// counters: zeros, which are zeros again when the launch has ended. Each in a line of its own.
+enum { COUNTER_LINE = 32, TAKEN = 0, LEFT = 1, DONE = 2, PHASES = 4 };
+
+template <int WARPS> struct ChainShared {
+  Merge<WARPS> merge;
+  unsigned place;
+};
+// In place of the heads, after the last layer.
+template <typename T> struct NoHeads {
+  enum { NORMED = 0, width = 0 };
+  FN const T* norm() const { return nullptr; }
+  FN float eps() const { return 0.0f; }
+  FN int tiles() const { return 0; }
+  FN const T* row(int, int, int) const { return nullptr; }
+  FN void finish(int, int, int, float, float) const {}
+};
+
+template <typename T, int WARPS, typename Last> struct Chain {
+  const T* x;
+  const Added<T>& out;
+  const Gated<T>& gated;
+  const Added<T>& down;
+  const Last& last;
+  unsigned* counters;
+  ChainShared<WARPS>* shared;
+  int count, lane, warp;
+  int phase, tile;     // the tile that this block took last; PHASES if there was none left
+  Weights<T> weights;  // of that
+
+  // Calls with the layer of a phase, and with what this reads.
+  template <typename Call> FN void at(int phase, Call call) const {
+    if (phase == 0) call(out, x);
+    else if (phase == 1) call(gated, (const T*)out.out);
+    else if (phase == 2) call(down, (const T*)gated.out);
+    else call(last, (const T*)down.out);
+  }
+  FN unsigned* counter(int which) const { return counters + which * COUNTER_LINE; }
+  // A place that nobody took, for the block's first thread.
+  FN unsigned take() const { return threadIdx.x == 0 ? atomicAdd(counter(TAKEN), 1u) : 0u; }
+  FN void find(int place) {
+    phase = 0; tile = place;
+    if (tile < out.tiles()) return;
+    phase = 1; tile -= out.tiles();
+    if (tile < gated.tiles()) return;
+    phase = 2; tile -= gated.tiles();
+    if (tile < down.tiles()) return;
+    phase = 3; tile -= down.tiles();
+    if (tile >= last.tiles()) phase = PHASES;
+  }
+  FN void ask() {
+    if (phase == PHASES) return;
+    at(phase, [&](const auto& layer, const T*) { weights.begin(layer, tile, lane); });
+    weights.load(warp * Weights<T>::PARTS);
+  }
+  FN void wait_for(int phase) const {
+    if (threadIdx.x == 0) {
+      unsigned tiles = 0;
+      at(phase, [&](const auto& layer, const T*) { tiles = layer.tiles(); });
+      while (seen(counter(DONE + phase)) < tiles) {}
+      fence();
+    }
+    __syncthreads();
+  }
+  // By the thread that takes the tiles, before its warp asks for more weights: a fence waits for
+  // all that was asked for.
+  FN void tell(int phase, int tiles) const {
+    if (threadIdx.x == 0) {
+      fence();
+      atomicAdd(counter(DONE + phase), (unsigned)tiles);
+    }
+  }
+  FN void run() {
+    unsigned taken = take();
+    if (threadIdx.x == 0) shared->place = taken;
+    __syncthreads();
+    find(shared->place);
+    ask();
+    int ready = 0, done = 0;
+    while (phase < PHASES) {
+      if (phase != ready) wait_for(phase - 1);
+      ready = phase;
+      taken = take();
+      ProductWarp<T, 1> mine;
+      mine.begin(lane);
+      at(phase, [&](const auto& layer, const T* x) {
+        mine.walk(layer, x, count, warp, WARPS, weights);
+      });
+      __syncthreads();
+      shared->merge.give(mine, 0, warp);
+      if (threadIdx.x == 0) shared->place = taken;
+      __syncthreads();
+      int now = phase, here = tile;
+      ++done;
+      find(shared->place);
+      bool over = phase != now, late = over && warp == 0;
+      if (!late) ask();
+      at(now, [&](const auto& layer, const T*) {
+        shared->merge.finish(layer, here, 0, count);
+      });
+      if (over) {
+        __syncthreads();
+        tell(now, done);
+        done = 0;
+        if (late) ask();
+      }
+    }
+    leave();
+  }
+  // The last block to leave makes the counters zeros.
+  FN void leave() const {
+    if (threadIdx.x != 0) return;
+    fence();
+    if (atomicAdd(counter(LEFT), 1u) + 1 < (unsigned)gridDim.x) return;
+    for (int i = 0; i < DONE + PHASES; ++i) *counter(i) = 0;
+  }
+};
+
+// x: [count, out.width], count up to 8. Any grid.
+template <typename T, int WARPS, typename Last>
+FN void chain(const T* x, int count, unsigned* counters, const Added<T>& out,
+              const Gated<T>& gated, const Added<T>& down, const Last& last) {
+  __shared__ ChainShared<WARPS> shared;
+  int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  Chain<T, WARPS, Last> block{x, out, gated, down, last, counters, &shared, count, lane, warp};
+  block.run();
+}
