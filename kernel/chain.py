@@ -17,6 +17,7 @@ from attrs import frozen
 
 from .products import (
     HEADERS,
+    PART,
     TILE,
     WARPS,
     CudaProducts,
@@ -34,9 +35,12 @@ from .products import (
 ROWS_MAX = 8
 """One eight of rows: chain.h's."""
 BLOCKS = 264
-"""The most that are launched: two for each multiprocessor of an H200, which registers leave room
-for. Any number is right on any device.
+"""The most that are launched: two for each multiprocessor of an H200. Any number is right on any
+device; those that find no room begin when others have ended.
 """
+RUNS = 2
+"""Of weights that a warp has on their way, each of RUN_BYTES of shared memory."""
+RUN_BYTES = 2 * TILE * PART * 2
 COUNTERS = 6 * 32
 """chain.h's, each in a line of memory of its own."""
 CHECKED_ROWS = (1, 5, ROWS_MAX)
@@ -225,11 +229,15 @@ def between_source(eps: float, next_eps: float, rope: Rope) -> Source:
     (int)keys_shape[0], (int)values_shape[0], positions, rates, width, {next_eps!r}f}};
 """
     words = (eps.hex(), next_eps.hex(), rope.dim, int(rope.traditional))
-    return _source(named("chain", *words), INPUTS + HEAD_INPUTS, OUTPUTS + HEAD_OUTPUTS, eps, heads)
+    return _source(
+        named("chain", RUNS, *words), INPUTS + HEAD_INPUTS, OUTPUTS + HEAD_OUTPUTS, eps, heads
+    )
 
 
 def ending_source(eps: float) -> Source:
-    return _source(named("chain_end", eps.hex()), INPUTS, OUTPUTS, eps, f"NoHeads<{T}> last;\n")
+    return _source(
+        named("chain_end", RUNS, eps.hex()), INPUTS, OUTPUTS, eps, f"NoHeads<{T}> last;\n"
+    )
 
 
 def _source(
@@ -241,6 +249,6 @@ Added<{T}> first{{out, hidden, summed, (int)out_shape[1], width}};
 Gated<{T}> second{{norm, gates, gated, width, inner, {eps!r}f}};
 Added<{T}> third{{down, summed, left, inner, width}};
 {last}
-chain<{T}, {WARPS}>(mixed, rows, (unsigned*)counters, first, second, third, last);
+chain<{T}, {WARPS}, {RUNS}>(mixed, rows, (unsigned*)counters, first, second, third, last);
 """
-    return Source(name, inputs, outputs, body, (*HEADERS, "chain.h"))
+    return Source(name, inputs, outputs, body, (*HEADERS, "chain.h"), WARPS * RUNS * RUN_BYTES)

@@ -105,13 +105,17 @@ class PlainProducts:
 
 @frozen
 class Source:
-    """A kernel: its name, what it is fed and gives, its body, and the files that this needs."""
+    """A kernel: its name, what it is fed and gives, its body, and the files that this needs.
+
+    shared_memory: bytes of it that a block asks for, beside what the body names.
+    """
 
     name: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     body: str
     headers: tuple[str, ...] = HEADERS
+    shared_memory: int = 0
 
 
 T = "__nv_bfloat16"
@@ -234,4 +238,5 @@ def _kernel(source: Source) -> Any:
         output_names=list(source.outputs),
         source=source.body,
         header=_header(source.headers),
+        shared_memory=source.shared_memory,
     )

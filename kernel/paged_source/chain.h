@@ -20,6 +20,30 @@ template <int WARPS> struct ChainShared {
   Merge<WARPS> merge;
   unsigned place;
 };
+// A warp's weights on their way from memory to shared memory, by runs of PARTS. A lane takes from
+// there what it has put there itself, so that nobody else has to be waited for.
+template <typename T, int RUNS> struct Ring {
+  enum { PARTS = ProductWarp<T, 1>::PARTS, WORDS = RUNS * PARTS * 4 * 32 };
+  uint4* words;  // WORDS, of which every 32nd is this lane's
+  Rows<T> rows;
+
+  FN void ask(int run, int first) {
+#pragma unroll
+    for (int j = 0; j < PARTS; ++j)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        bool there = first + j < rows.parts;
+        copy16(words + ((run * PARTS + j) * 4 + i) * 32,
+               rows.rows[i] + (there ? first + j : 0) * PART, there);
+      }
+    copies_end();
+  }
+  FN void take(int run, uint4 (&weights)[PARTS][4]) const {
+    copies_wait<RUNS - 1>();
+#pragma unroll
+    for (int i = 0; i < PARTS * 4; ++i) weights[i / 4][i % 4] = words[(run * PARTS * 4 + i) * 32];
+  }
+};
 // In place of the heads, after the last layer.
 template <typename T> struct NoHeads {
   enum { NORMED = 0, width = 0 };
@@ -30,7 +54,8 @@ template <typename T> struct NoHeads {
   FN void finish(int, int, int, float, float) const {}
 };
 
-template <typename T, int WARPS, typename Last> struct Chain {
+template <typename T, int WARPS, int RUNS, typename Last> struct Chain {
+  enum { PARTS = Ring<T, RUNS>::PARTS };
   const T* x;
   const Added<T>& out;
   const Gated<T>& gated;
@@ -39,8 +64,8 @@ template <typename T, int WARPS, typename Last> struct Chain {
   unsigned* counters;
   ChainShared<WARPS>* shared;
   int count, lane, warp;
-  int phase, tile;     // the tile that this block took last; PHASES if there was none left
-  Weights<T> weights;  // of that
+  Ring<T, RUNS> ring;
+  int phase, tile;  // what this block took last; PHASES if there was nothing left
 
   // Calls with the layer of a phase, and with what this reads.
   template <typename Call> FN void at(int phase, Call call) const {
@@ -62,10 +87,23 @@ template <typename T, int WARPS, typename Last> struct Chain {
     phase = 3; tile -= down.tiles();
     if (tile >= last.tiles()) phase = PHASES;
   }
+  // Every WARPS-th run is a warp's.
   FN void ask() {
     if (phase == PHASES) return;
-    at(phase, [&](const auto& layer, const T*) { weights.begin(layer, tile, lane); });
-    weights.load(warp * Weights<T>::PARTS);
+    at(phase, [&](const auto& layer, const T*) { ring.rows.begin(layer, tile, lane); });
+    for (int run = 0; run < RUNS; ++run) ring.ask(run, (warp + run * WARPS) * PARTS);
+  }
+  template <typename Layer>
+  FN void walk(ProductWarp<T, 1>& mine, const Layer& layer, const T* x) {
+    int run = 0, parts = ring.rows.parts;
+    for (int first = warp * PARTS; first < parts; first += WARPS * PARTS) {
+      uint4 weights[PARTS][4];
+      ring.take(run, weights);
+      mine.multiply_parts(layer, x, count, weights, first, parts);
+      ring.ask(run, first + RUNS * WARPS * PARTS);
+      run = (run + 1) % RUNS;
+    }
+    mine.template share_squares<Layer>();
   }
   FN void wait_for(int phase) const {
     if (threadIdx.x == 0) {
@@ -97,9 +135,7 @@ template <typename T, int WARPS, typename Last> struct Chain {
       taken = take();
       ProductWarp<T, 1> mine;
       mine.begin(lane);
-      at(phase, [&](const auto& layer, const T* x) {
-        mine.walk(layer, x, count, warp, WARPS, weights);
-      });
+      at(phase, [&](const auto& layer, const T* x) { walk(mine, layer, x); });
       __syncthreads();
       shared->merge.give(mine, 0, warp);
       if (threadIdx.x == 0) shared->place = taken;
@@ -130,12 +166,14 @@ template <typename T, int WARPS, typename Last> struct Chain {
   }
 };
 
-// x: [count, out.width], count up to 8. Any grid.
-template <typename T, int WARPS, typename Last>
+// x: [count, out.width], count up to 8. Any grid. Shared memory: WARPS rings.
+template <typename T, int WARPS, int RUNS, typename Last>
 FN void chain(const T* x, int count, unsigned* counters, const Added<T>& out,
               const Gated<T>& gated, const Added<T>& down, const Last& last) {
   __shared__ ChainShared<WARPS> shared;
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  Chain<T, WARPS, Last> block{x, out, gated, down, last, counters, &shared, count, lane, warp};
+  Chain<T, WARPS, RUNS, Last> block{x,        out,     gated, down, last,
+                                    counters, &shared, count, lane, warp};
+  block.ring.words = shared_words() + warp * Ring<T, RUNS>::WORDS + lane;
   block.run();
 }

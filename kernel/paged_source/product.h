@@ -34,32 +34,20 @@ template <typename T> FN void multiply_part(float (&sums)[2][4], const uint4 (&w
     multiply(sums[half], p.z, q.z, p.w, q.w, b.z, b.w, T());
   }
 }
-// A tile's weights, as a lane has them, on their way from memory. The first may be asked for before
-// anything else of the tile is known.
-template <typename T> struct Weights {
-  enum { PARTS = 2 };  // on their way while as many are multiplied
-  uint4 next[PARTS][4];
-  const T* rows[4];    // this lane's, of A's rows: `line` and `line` + 8 of either half
+// The rows of a tile's weights that a lane reads: `line` and `line` + 8 of either half.
+template <typename T> struct Rows {
+  const T* rows[4];
   int parts;
 
   template <typename Layer> FN void begin(const Layer& layer, int tile, int lane) {
-    int line = lane / 4, column = lane % 4;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) rows[i] = layer.row(tile, i / 2, line + i % 2 * 8) + column * 8;
+    for (int i = 0; i < 4; ++i)
+      rows[i] = layer.row(tile, i / 2, lane / 4 + i % 2 * 8) + lane % 4 * 8;
     parts = layer.width / PART;
-  }
-  FN void load(int first) {
-#pragma unroll
-    for (int j = 0; j < PARTS; ++j)
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        next[j][i] = first + j < parts ? load16(rows[i] + (first + j) * PART)
-                                       : make_uint4(0, 0, 0, 0);
   }
 };
 template <typename T, int TILES> struct ProductWarp {
-  enum { PARTS = Weights<T>::PARTS };
-  uint4 weights[PARTS][4];
+  enum { PARTS = 2 };  // on their way while as many are multiplied
   float sums[TILES][2][4], squares[TILES];
   int line, column;
 
@@ -72,8 +60,17 @@ template <typename T, int TILES> struct ProductWarp {
       for (int i = 0; i < 8; ++i) sums[t][i / 4][i % 4] = 0.0f;
     }
   }
+  FN void load(uint4 (&into)[PARTS][4], const Rows<T>& from, int first) const {
+#pragma unroll
+    for (int j = 0; j < PARTS; ++j)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        into[j][i] = first + j < from.parts ? load16(from.rows[i] + (first + j) * PART)
+                                            : make_uint4(0, 0, 0, 0);
+  }
   template <typename Layer>
-  FN void multiply_parts(const Layer& layer, const T* x, int count, int first, int parts) {
+  FN void multiply_parts(const Layer& layer, const T* x, int count, const uint4 (&weights)[PARTS][4],
+                         int first, int parts) {
 #pragma unroll
     for (int j = 0; j < PARTS; ++j) {
       const uint4 (&w)[4] = weights[j];
@@ -90,16 +87,22 @@ template <typename T, int TILES> struct ProductWarp {
       }
     }
   }
-  // All parts that are this warp's: every `warps`-th run of PARTS, of which the first was loaded.
+  // All parts that are this warp's: every `warps`-th run of PARTS.
   template <typename Layer>
-  FN void walk(const Layer& layer, const T* x, int count, int warp, int warps, Weights<T>& from) {
+  FN void walk(const Layer& layer, const T* x, int count, int warp, int warps,
+               const Rows<T>& from) {
     int stride = warps * PARTS;
+    uint4 weights[PARTS][4], next[PARTS][4];
+    load(next, from, warp * PARTS);
     for (int first = warp * PARTS; first < from.parts; first += stride) {
 #pragma unroll
-      for (int i = 0; i < PARTS * 4; ++i) weights[i / 4][i % 4] = from.next[i / 4][i % 4];
-      from.load(first + stride);
-      multiply_parts(layer, x, count, first, from.parts);
+      for (int i = 0; i < PARTS * 4; ++i) weights[i / 4][i % 4] = next[i / 4][i % 4];
+      load(next, from, first + stride);
+      multiply_parts(layer, x, count, weights, first, from.parts);
     }
+    share_squares<Layer>();
+  }
+  template <typename Layer> FN void share_squares() {
     if (Layer::NORMED)
 #pragma unroll
       for (int t = 0; t < TILES; ++t)
@@ -137,12 +140,11 @@ template <typename T, int TILES, int WARPS, typename Layer>
 FN void product(const T* x, int count, const Layer& layer) {
   __shared__ Merge<WARPS> merge;
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  Weights<T> weights;
+  Rows<T> rows;
   ProductWarp<T, TILES> mine;
-  weights.begin(layer, blockIdx.x, lane);
-  weights.load(warp * Weights<T>::PARTS);
+  rows.begin(layer, blockIdx.x, lane);
   mine.begin(lane);
-  mine.walk(layer, x, count, warp, WARPS, weights);
+  mine.walk(layer, x, count, warp, WARPS, rows);
 #pragma unroll
   for (int t = 0; t < TILES; ++t) {
     __syncthreads();

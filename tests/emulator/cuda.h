@@ -30,6 +30,16 @@ inline uint4 load16(const void* at) {
   return x;
 }
 inline uint4 load16_again(const void* at) { return load16(at); }
+inline void copy16(uint4* to, const void* from, bool there) {
+  emulator::aligned(to, 16);
+  *to = there ? load16(from) : make_uint4(0, 0, 0, 0);
+}
+inline void copies_end() {}
+template <int LEFT> inline void copies_wait() {}
+inline uint4* shared_words() {
+  alignas(16) OF_BLOCK uint4 words[1 << 13];
+  return words;
+}
 inline float cosine(float x) { return std::cos(x); }
 inline float sine(float x) { return std::sin(x); }
 using emulator::bits_of;
