@@ -9,15 +9,18 @@ can, at most PASSES_MAX of them in its life; then nothing behind it starts befor
 first LOOK_AHEAD of the queue are looked at in a step. What keeps a request from starting: its rows
 do not fit; a running request is still computing more of its prompt than can be found (it moves, so
 this ends); its parent, whose rows it is to share, has not got to the end of their prompt.
+
+Ids are opened in order: so those that a request passes are opened with it, and stay queued. Where
+these are more than one plan may open (opens_max), it opens so many, and nobody behind is looked at.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from itertools import chain
+from collections.abc import Iterator, Mapping
+from itertools import islice
 
 from statemachine import commands
-from statemachine.events import Event, PrefixAdopted
+from statemachine.events import Event, Opened, PrefixAdopted
 from statemachine.geometry import Geometry, has_state
 from statemachine.records import NO_PARENT
 from statemachine.sequence import held_blocks
@@ -146,9 +149,14 @@ def admit(draft: Draft) -> None:
         return
     skipped: list[int] = []
     started: list[int] = []
-    opened = _Opened(draft)
+    opened, far = _Opened(draft), False
     for request in draft.waiting.first(LOOK_AHEAD):
         if len(started) == room or any(_passes(draft, it) >= PASSES_MAX for it in skipped):
+            break
+        due = list(islice(_opening(draft, view.state.last_seq, request), policy.opens_max + 1))
+        far = 0 < policy.opens_max < len(due)
+        if far:
+            draft.do(tuple([it for it in due[:-1] if it.seq > draft.state.last_seq]))
             break
         found = _try(draft, request, opened)
         if found is None:
@@ -162,7 +170,7 @@ def admit(draft: Draft) -> None:
     for request in started:
         draft.waiting = draft.waiting.remove(request, draft.request(request).priority)
     if not started:
-        draft.stuck = bool(skipped)
+        draft.stuck = bool(skipped) and not far
 
 
 def _passes(draft: Draft, request: int) -> int:
@@ -198,28 +206,33 @@ def _try(draft: Draft, request: int, opened: _Opened) -> tuple[Event, ...] | Non
 
 
 class _Opened:
-    """Ids are opened in order: so those that a request passes are opened too, and stay queued. What
-    one try opened is kept for the next, as long as the plan did not go on.
+    """States in which requests are open. What one try opened is kept for the next, as long as the
+    plan did not go on.
     """
 
     def __init__(self, draft: Draft) -> None:
         self._draft = draft
         self._base = self._state = draft.state
-        self._events: dict[int, tuple[Event, ...]] = {}
+        self._events: tuple[Opened, ...] = ()
 
     def up_to(self, request: int) -> tuple[State, tuple[Event, ...]]:
         """A state in which a request is open, and the events that open it and those before it."""
         draft = self._draft
         if self._base is not draft.state:
-            self._base, self._state, self._events = draft.state, draft.state, {}
-        for seq in range(self._state.last_seq + 1, request + 1):
-            known = draft.view.requests.get(seq)
-            if known is not None:
-                opening = commands.open_sequence(self._state, seq, known.arrived.namespace)
-                self._state = apply_all(self._state, opening)
-                self._events[seq] = opening
-        needed = [opening for seq, opening in self._events.items() if seq <= request]
-        return self._state, tuple(chain.from_iterable(needed))
+            self._base, self._state, self._events = draft.state, draft.state, ()
+        opening = tuple(_opening(draft, self._state.last_seq, request))
+        if opening:
+            self._state = apply_all(self._state, opening)
+            self._events += opening
+        return self._state, tuple([it for it in self._events if it.seq <= request])
+
+
+def _opening(draft: Draft, last_seq: int, request: int) -> Iterator[Opened]:
+    """What opens a request, once `last_seq` is open: all between are opened before it."""
+    requests = draft.view.requests
+    for seq in range(last_seq + 1, request + 1):
+        if seq in requests:
+            yield Opened(seq, requests[seq].arrived.namespace)
 
 
 def _fits(draft: Draft, state: State, request: int, rows: int) -> bool:

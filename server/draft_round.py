@@ -8,6 +8,7 @@ the view goes on, and what a round is.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
 
 from statemachine import commands
 from statemachine.errors import PoolExhausted
@@ -20,6 +21,7 @@ from statemachine.events import (
     BlockPublished,
     Event,
     Namespace,
+    Opened,
 )
 from statemachine.sequence import Sequence, unpack
 from statemachine.state import State
@@ -46,9 +48,8 @@ def plan_draft(view: View, policy: Policy) -> DraftStep:
     if pool.flights:
         _go_on(making, pool.flights[-1])
         return making.step()
-    for seq in sorted(pool.state.sequences):
-        if seq not in view.requests:
-            making.do(commands.close(making.state, seq, ENDED))
+    ended = [seq for seq in sorted(pool.state.sequences) if seq not in view.requests]
+    making.do(tuple(chain.from_iterable(commands.close(pool.state, it, ENDED) for it in ended)))
     if view.flush:
         making.do(commands.flush(making.state))
     wanted = _asking(view, policy) if pool.guesses and not view.alone else {}
@@ -115,11 +116,10 @@ def _make_ready(making: _Making, view: View, wanted: Iterable[int]) -> None:
     for seq, sequence in sorted(making.state.sequences.items()):
         if sequence.committed and seq not in running:
             making.do(commands.preempt(making.state, seq))
-    for seq in range(making.state.last_seq + 1, max(wanted) + 1):
-        known = view.requests.get(seq)
-        if known is not None:
-            salt = known.arrived.namespace.salt  # what an adapter changes, this model has not
-            making.do(commands.open_sequence(making.state, seq, Namespace(salt=salt)))
+    ids = range(making.state.last_seq + 1, max(wanted) + 1)
+    live = [view.requests[seq].arrived for seq in ids if seq in view.requests]
+    # What an adapter changes, this model has not.
+    making.do(tuple([Opened(it.request, Namespace(salt=it.namespace.salt)) for it in live]))
     trims: list[Event] = []
     for seq in wanted:  # trims of some sequences ask nothing of the others'
         trims += _agree(making.state, view.requests[seq].stream, seq)

@@ -7,6 +7,8 @@ from msgspec import Struct
 DRAFT_TOKENS_MAX = 64
 FCFS = "fcfs"
 PRIORITY = "priority"
+OPENS_MAX = 256
+"""What servers set opens_max to: some 2 ms of one plan."""
 
 
 class Policy(Struct, frozen=True, omit_defaults=True):
@@ -21,7 +23,8 @@ class Policy(Struct, frozen=True, omit_defaults=True):
     last `lookup_ngram` tokens up in its own text; 0 guesses nothing. prefix_aware: a request waits
     while a running one computes more of its prompt than can be found yet. scheduling: FCFS serves
     in order of arrival; PRIORITY by the requests' `priority` first, lower ones before others.
-    store_evicted: blocks that make room for others are read for the prefix store first.
+    store_evicted: blocks that make room for others are read for the prefix store first. opens_max:
+    sequences that one plan opens at most, on the way to one that may start; 0: however many.
     """
 
     max_batch_tokens: int = 512
@@ -38,6 +41,7 @@ class Policy(Struct, frozen=True, omit_defaults=True):
     prefix_aware: bool = False
     scheduling: str = FCFS
     store_evicted: bool = False
+    opens_max: int = 0
 
 
 DEFAULT = Policy()
@@ -54,6 +58,8 @@ def check(policy: Policy) -> None:
         raise ValueError(
             f"draft_tokens must be between 0 and {DRAFT_TOKENS_MAX}, not {policy.draft_tokens}"
         )
+    if policy.opens_max < 0:
+        raise ValueError(f"opens_max must be at least 0, not {policy.opens_max}")
     if policy.scheduling not in (FCFS, PRIORITY):
         raise ValueError(f"scheduling must be {FCFS} or {PRIORITY}, not {policy.scheduling!r}")
     if policy.prefill_tile > policy.max_batch_tokens:

@@ -22,6 +22,8 @@ lookahead and draft rows at once, and none of either while pads are in flight.
 
 from __future__ import annotations
 
+from itertools import chain
+
 from msgspec import structs
 
 from kernel.batch import Batch, Piece
@@ -93,8 +95,8 @@ def plan_step(view: View, policy: Policy, apply: Apply = apply_all) -> StepPlan:
 def _fill(draft: Draft) -> None:
     """All of a step. Raises InFlight."""
     view = draft.view
-    for seq in sorted(view.closing):
-        draft.do(commands.close(draft.state, seq, CANCELLED))
+    closing = [commands.close(draft.state, seq, CANCELLED) for seq in sorted(view.closing)]
+    draft.do(tuple(chain.from_iterable(closing)))
     if view.flush:
         draft.do(commands.flush(draft.state), store=False)
     if view.alone:

@@ -18,7 +18,7 @@ from typing import Any
 import attrs
 
 from .adapters import named_path
-from .policy import Policy, check
+from .policy import OPENS_MAX, Policy, check
 from .values import MASK, Size, Texts, structure
 
 PREFIX = "MLXTAPE_"
@@ -159,6 +159,7 @@ class Settings:
             lookup_ngram=self.lookup_ngram,
             scheduling=self.scheduling,
             store_evicted=self.prefix_store is not None,
+            opens_max=OPENS_MAX,
         )
         if context_tokens is None:
             return policy
