@@ -93,7 +93,7 @@ class CaptureWriter:
     @property
     def checkpoint_due(self) -> bool:
         """Whether the engine should put a Checkpoint before its next StepPlanned."""
-        return self._lost > 0 or (self._folder and self.position >= self._segment_bytes)
+        return self._lost > 0 or (self._folder and self.position >= self._full_at)
 
     def write(self, records: list[Record]) -> None:
         """Put records on tape in one write. Raises nothing but what `redact` does; what it has not
@@ -117,7 +117,10 @@ class CaptureWriter:
                     self._recover(records, 0)
                     return
                 if self._rotate():
-                    records = self._headed(records)
+                    self._put(self._headed(records))
+                    # Beyond its checkpoint, which may be larger: else each step would be one's end.
+                    self._full_at = self.position + self._segment_bytes
+                    return
         self._put(records)
 
     def close(self) -> None:
@@ -148,7 +151,7 @@ class CaptureWriter:
     def _open(self) -> int:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0)
         file = os.open(self._file_name(), flags, _MODE)
-        self.position = 0
+        self.position, self._full_at = 0, self._segment_bytes
         return file
 
     def _headed(self, records: list[Record]) -> list[Record]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zstandard
 from msgspec import structs
 
 from kernel.fake import FakeClock, FakeKernel
@@ -19,6 +20,7 @@ from server.capture import CaptureError, CaptureWriter
 from server.engine import Engine
 from server.loop import Parts
 from server.submission import Submission
+from statemachine.codec import TapeEncoder
 from statemachine.records import Checkpoint, Gap, Header, Parameters, Record, StepDone, TapeEnded
 
 from .sim import POLICY, TIGHT, header, prompts
@@ -96,7 +98,7 @@ def test_a_path_that_cannot_be_written_is_refused_in_a_sentence(tmp_path: Path) 
 
 def test_segments_rotate_are_compressed_and_read_as_one_tape(tmp_path: Path) -> None:
     folder = tmp_path / "captures"
-    writer = CaptureWriter(f"{folder}/", segment_bytes=2000)
+    writer = CaptureWriter(f"{folder}/", segment_bytes=500)
     run(writer)
     names = sorted(file.name for file in folder.iterdir())
     assert len(names) > 3
@@ -114,7 +116,7 @@ def test_segments_rotate_are_compressed_and_read_as_one_tape(tmp_path: Path) -> 
 
 def test_each_segment_can_be_replayed_alone(tmp_path: Path) -> None:
     folder = tmp_path / "captures"
-    run(CaptureWriter(f"{folder}/", segment_bytes=2000))
+    run(CaptureWriter(f"{folder}/", segment_bytes=500))
     segments = sorted(folder.iterdir())
     for number, segment in enumerate(segments):
         records = list(Tape(str(segment)))
@@ -128,7 +130,7 @@ def test_each_segment_can_be_replayed_alone(tmp_path: Path) -> None:
 
 def test_old_segments_are_deleted_by_size_and_the_rest_still_replays(tmp_path: Path) -> None:
     folder = tmp_path / "captures"
-    run(CaptureWriter(f"{folder}/", segment_bytes=2000, keep_bytes=3000))
+    run(CaptureWriter(f"{folder}/", segment_bytes=300, keep_bytes=3000))
     names = sorted(file.name for file in folder.iterdir())
     assert "000001-00000.tape.zst" not in names
     closed = [file.stat().st_size for file in folder.glob("*.zst")]
@@ -216,3 +218,15 @@ def test_a_capture_is_synced_only_when_asked(
         writer.write([header(TIGHT, POLICY)])
         writer.close()
         assert len(synced) == int(sync)
+
+
+def test_a_checkpoint_larger_than_a_segment_does_not_end_one_at_each_step(tmp_path: Path) -> None:
+    folder = tmp_path / "captures"
+    run(CaptureWriter(f"{folder}/", segment_bytes=1000))
+    heads, bodies = [], []
+    for file in sorted(folder.iterdir())[1:-1]:
+        data = zstandard.ZstdDecompressor().decompressobj().decompress(file.read_bytes())
+        heads.append(len(TapeEncoder().encode(list(Tape(str(file)))[:2])))
+        bodies.append(len(data) - heads[-1])
+    assert max(heads) > 1000
+    assert min(bodies) >= 1000
