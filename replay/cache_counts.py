@@ -6,6 +6,7 @@ says whether rows that were taken back were guesses or rows ahead of their token
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -68,7 +69,7 @@ class CacheCounts:
         self.evicted = 0
         self.copied = 0
         self.longest: Rewind | None = None
-        self.peaks: list[Peak] = []
+        self.peaks: defaultdict[int, Peak] = defaultdict(Peak)
 
     def count(self, before: State, step: int, events: tuple[Event, ...]) -> None:
         """The events of a record."""
@@ -85,10 +86,8 @@ class CacheCounts:
 
     def look_at_pool(self, state: State, step: int) -> None:
         """How full it is while a step runs."""
-        if not self.peaks:
-            self.peaks = [Peak() for _ in state.groups]
-        for group, peak in enumerate(self.peaks):
-            held = state.held_blocks(group)
+        for group in range(len(state.groups)):
+            peak, held = self.peaks[group], state.held_blocks(group)
             if held > peak.held:
                 peak.held, peak.step = held, step
             peak.used = max(peak.used, held + state.cached_blocks(group))

@@ -1,12 +1,14 @@
 """Command line: `replay TAPE` and its commands, `replay COMMAND ...`.
 
 Owns the list of commands, what an error looks like, and the exit codes: 0 no divergence (or done),
-1 diverged (or different), 2 unusable (one sentence on the error stream), 3 clean but torn. Each
-command is a module with `main(arguments) -> exit code`, imported when it is asked for.
+1 diverged (or different), 2 unusable (one sentence on the error stream), 3 clean but torn, and what
+a shell says of a program that was interrupted, or whose output nobody reads any more. Each command
+is a module with `main(arguments) -> exit code`, imported when it is asked for.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
@@ -15,9 +17,10 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from .errors import ReplayError
-from .run import CLEAN, UNUSABLE
+from .run import UNUSABLE
 
 INTERRUPTED = 130
+NOT_READ = 141
 
 
 class Command(Struct, frozen=True):
@@ -65,20 +68,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = arguments[0] if arguments else ""
     module, rest = "rerun", arguments
-    if name in COMMANDS and not os.path.exists(name):
+    if name in COMMANDS:
         module, rest = COMMANDS[name].module, arguments[1:]
     try:
-        return int(importlib.import_module(f"{__package__}.{module}").main(rest))
+        code = int(importlib.import_module(f"{__package__}.{module}").main(rest))
+        sys.stdout.flush()
+        return code
     except ReplayError as error:
         print(f"replay: {error}", file=sys.stderr)
         return UNUSABLE
     except BrokenPipeError:
-        # Whoever read the output has seen enough; nothing may be written to it any more.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return CLEAN
+        _let_go_of_output()
+        return NOT_READ
+    except OSError as error:
+        where = "" if error.filename is None else f"{error.filename}: "
+        print(f"replay: {where}{error.strerror or error}", file=sys.stderr)
+        _let_go_of_output()
+        return UNUSABLE
     except KeyboardInterrupt:
         print("replay: interrupted", file=sys.stderr)
         return INTERRUPTED
+
+
+def _let_go_of_output() -> None:
+    """Nothing more can be written to it: what is left would be tried again as Python ends."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def listing() -> str:

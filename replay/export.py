@@ -24,6 +24,7 @@ from .arguments import TAPE_HELP, number, tell
 from .errors import Unusable
 from .progress import progress
 from .reader import Tape
+from .rewrite import check_place
 from .run import CLEAN
 
 STDOUT = "-"
@@ -93,6 +94,8 @@ FORMATS = ("jsonl", "perfetto", "kv-events", "mooncake", "script")
 
 def export(path: str, to: str, output: str, options: Options = EVERYTHING) -> ExportReport:
     """Write a tape in a format. Raises Unusable; then nothing is left at `output`."""
+    if output != STDOUT:
+        check_place(path, output)
     tape, notes = Tape(path), list[str]()
     items = size = 0
     with _written(output) as file, progress(tape, f"replay export, {to}") as records:
@@ -122,8 +125,10 @@ def _written(output: str) -> Iterator[IO[bytes]]:
         sys.stdout.buffer.flush()
         return
     place = Path(output)
-    if place.is_dir():
-        raise Unusable(f"{output} is a folder: give the name of a file")
+    if place.exists() and not place.is_file():
+        with place.open("wb") as pipe:  # or a device: nothing may take its place
+            yield pipe
+        return
     try:
         file = tempfile.NamedTemporaryFile(  # noqa: SIM115 - closed and moved below
             dir=place.parent, prefix=f".{place.name}.", delete=False

@@ -324,7 +324,10 @@ def main(arguments: list[str]) -> int:
     given = _parser().parse_args(arguments)
     if given.tape == STDIN:
         raise Unusable("follow takes a path; of a pipe `replay -` says the same at its end")
-    alert = tuple(shlex.split(given.alert or ""))
+    try:
+        alert = tuple(shlex.split(given.alert or ""))
+    except ValueError as error:
+        raise Unusable(f"--alert {given.alert!r} cannot be read: {error}") from error
     if given.alert is not None and (not alert or shutil.which(alert[0]) is None):
         raise Unusable(f"--alert {given.alert!r} cannot be run: there is no such command")
     options = Options(alert, given.newest, given.every, given.idle, given.invariants)

@@ -29,6 +29,7 @@ from .page_report import hide_tokens, page_report
 from .progress import progress
 from .reader import STDIN, Tape, keep_stdin
 from .report import json_text
+from .rewrite import check_place
 from .run import DEPTHS, FOLD, PLAN, Options, Outcome, replay
 from .words import group_text, plural
 
@@ -119,16 +120,16 @@ def _check_output(tape: str, output: str) -> None:
         raise Unusable(f"{output} is a folder: give the name of a file, like {output}/report.html")
     if not os.path.isdir(os.path.dirname(output) or "."):
         raise Unusable(f"{output} cannot be written: its folder does not exist")
-    if os.path.exists(output) and os.path.exists(tape):
-        inside = os.path.isdir(tape) and Path(output).resolve().parent == Path(tape).resolve()
-        if os.path.samefile(output, tape) or (inside and ".tape" in os.path.basename(output)):
-            raise Unusable(f"{output} is the tape itself: give the page another name")
+    check_place(tape, output)
 
 
 def _write(path: Path, page: str) -> None:
     """Whole or not at all: a page that was there before stays until the new one is."""
     beside = path.with_name(f".{path.name}.part")
     try:
+        if path.exists() and not path.is_file():
+            path.write_text(page, encoding="utf-8")  # a pipe, a device: nothing may take its place
+            return
         beside.write_text(page, encoding="utf-8")
         beside.replace(path)
     except OSError as error:

@@ -156,7 +156,9 @@ _Source = _Growing | _Packed
 
 
 def _opened(path: Path) -> _Source | None:
-    """A file to read from its start; None where it is gone, or not there yet."""
+    """A file to read from its start; None where it is gone, or not there yet. Raises Unusable."""
+    if path.is_dir():
+        raise Unusable(f"{path} cannot be read: it is a folder, not a part of a tape")
     with contextlib.suppress(FileNotFoundError):
         return _Packed(path) if path.name.endswith(COMPRESSED) else _Growing(path)
     return None

@@ -32,6 +32,7 @@ from .divergence import PLAN as PLAN_CLASS
 from .errors import Unusable
 from .pytestfile import decision, wrong_again
 from .reader import STDIN, Tape
+from .rewrite import check_place
 from .run import DEPTHS, FOLD, PLAN, Options, checker_for
 from .search import Search, Source
 from .subset import batch_of
@@ -122,7 +123,7 @@ def minimize(
     where the tape cannot be read, is redacted, or does not diverge (again, if that is asked), and
     where the output cannot be written.
     """
-    _check_output(path, output)
+    check_place(path, output)
     with _readable(path) as (source, size_of):
         options, about = _surveyed(path, source, size_of, options)
         search = Search(source, options, about, again)
@@ -206,14 +207,6 @@ def _size(records: list[Record], count: int) -> Size:
     plans = [it for it in records if isinstance(it, StepPlanned)]
     rows = sum(sum(batch_of(it.events)[1]) for it in plans)
     return Size(len(requests), len(plans), rows, count)
-
-
-def _check_output(path: str, output: str) -> None:
-    place = Path(output)
-    if path != STDIN and place.exists() and Path(path).exists() and place.samefile(path):
-        raise Unusable("the output is the tape itself, which is never changed: give another file")
-    if place.is_dir():
-        raise Unusable(f"{output} is a folder: give the name of a file to write")
 
 
 def _write(output: str, data: bytes) -> None:

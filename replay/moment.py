@@ -201,8 +201,12 @@ def last_step(path: str) -> int:
     """The number of the last step that was planned. Raises Unusable where there is none."""
     step = max((it.step for it in Tape(path) if isinstance(it, StepPlanned)), default=-1)
     if step < 0:
-        raise Unusable(f"{path} has no step at all")
+        raise _no_step(path)
     return step
+
+
+def _no_step(path: str) -> Unusable:
+    return Unusable(f"{path} has no step at all")
 
 
 def moment_of(
@@ -215,11 +219,11 @@ def moment_of(
     moment: Moment | None = None
     for record in records:
         if isinstance(record, StepPlanned):
+            seen = max(seen, record.step)
             if record.step > step and (moment is None or step not in following.flights):
                 break
             if record.step < step:
                 inputs.clear()
-            seen = max(seen, record.step)
         following.feed(record)
         if isinstance(record, Finished):
             ends.append(_input(record))
@@ -236,6 +240,8 @@ def moment_of(
             moment.answered(record)
         elif moment is not None and isinstance(record, StepTimed):
             moment.timed(record)
+    if moment is None and seen < 0:
+        raise _no_step(path)
     if moment is None:
         last = f"the last one is {seen}" if 0 <= seen < step else "it begins later"
         raise Unusable(f"{path} has no step {step}: {last}")

@@ -7,6 +7,7 @@ say, apart from segments that do not follow each other.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import os
@@ -33,6 +34,7 @@ UNPACKED_BYTES = 1 << 16
 """Unpacked bytes that are handed on at once, at the least."""
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 STDIN = "-"
+COMPRESSED = ".zst"
 HEAD_RECORDS = 2
 """What each segment of a folder begins with: the header, and a checkpoint."""
 
@@ -209,8 +211,8 @@ class Tape:
                 file.seek(0)
             yield from self._plain_or_zstd(file)
             return
-        with open(source, "rb") as opened:
-            yield from self._plain_or_zstd(opened)
+        with opened(source) as file:
+            yield from self._plain_or_zstd(file)
 
     def _plain_or_zstd(self, file: IO[bytes]) -> Iterator[bytes]:
         chunk = self._next(file)
@@ -241,6 +243,13 @@ class Tape:
         chunk = file.read(CHUNK_BYTES)
         self.bytes_read += len(chunk)
         return chunk
+
+
+def opened(source: str) -> IO[bytes]:
+    """A file, or what its server made of it since its folder was looked at. Raises OSError."""
+    with contextlib.suppress(FileNotFoundError):
+        return open(source, "rb")
+    return open(source if source.endswith(COMPRESSED) else source + COMPRESSED, "rb")
 
 
 class _Cut(Exception):
@@ -283,6 +292,8 @@ def _last_checkpoint(source: str, step: int) -> tuple[int, int]:
                 break
         elif isinstance(record, Checkpoint) and record.step < step:
             place, at = number, record.step
+    if newest < 0:
+        raise Unusable(f"{source} has no step at all")
     if newest < step:
         raise Unusable(f"the tape has no step {step} to start from: its last one is {newest}")
     if place < 0:
@@ -294,6 +305,8 @@ def sources_of(path: str, notes: list[str]) -> list[str]:
     """The files of a tape in order; what was left out is added to `notes`. Raises Unusable."""
     if path == STDIN:
         return [path]
+    if not path:
+        raise Unusable("the tape's path is empty: give the path of a capture")
     place = Path(path)
     if place.is_dir():
         return _folder(place, notes)
@@ -337,14 +350,16 @@ def _folder(folder: Path, notes: list[str]) -> list[str]:
 
 
 def _size(sources: list[str]) -> int | None:
-    """Bytes of the files, as they are stored; None for a pipe."""
+    """Bytes of the files, as they are stored; None where that is not known."""
     if sources == [STDIN]:
         try:
             size = os.fstat(sys.stdin.fileno()).st_size
         except (OSError, ValueError):
             return None
         return size if sys.stdin.buffer.seekable() else None
-    return sum(Path(source).stat().st_size for source in sources)
+    with contextlib.suppress(FileNotFoundError):
+        return sum(Path(source).stat().st_size for source in sources)
+    return None
 
 
 def read_header(path: str) -> Header:

@@ -21,6 +21,7 @@ from statemachine.records import Header, Record
 
 from .arguments import TAPE_HELP
 from .errors import Unusable
+from .reader import STDIN
 
 COMPRESSED = ".zst"
 
@@ -73,6 +74,22 @@ def check_output(output: str) -> None:
     """Raise Unusable where there is something at that path already."""
     if os.path.lexists(output):
         raise Unusable(f"{output} is there already, and nothing is written over: give another name")
+
+
+def check_place(tape: str, output: str) -> None:
+    """Raise Unusable where `output` cannot be a file beside a tape: what was there is written over,
+    but never the tape, and nothing joins the segments of its folder.
+    """
+    place, read = Path(output), Path(tape)
+    if not output or place.is_dir():
+        raise Unusable(f"{output} is a folder: give the name of a file")
+    if tape == STDIN or not read.exists():
+        return
+    inside = read.is_dir() and place.resolve().parent == read.resolve() and ".tape" in place.name
+    if inside and not place.exists():
+        raise Unusable(f"{output} would be read as a part of {tape}: give it another place")
+    if inside or (place.exists() and place.samefile(read)):
+        raise Unusable(f"{output} is the tape itself, which is never changed: give another name")
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from statemachine.errors import CodecError
 from statemachine.records import Checkpoint, Header, Record, StepPlanned, TapeEnded
 
 from .errors import Unusable
-from .reader import STDIN, ZSTD_MAGIC, sources_of
+from .reader import STDIN, ZSTD_MAGIC, opened, sources_of
 
 READ_BYTES = 1 << 20
 _CRC_BYTES = 4
@@ -225,7 +225,10 @@ class _Reading:
 @contextmanager
 def _opened(source: str) -> Iterator[Any]:
     """A file's bytes, unpacked."""
-    file: Any = sys.stdin.buffer if source == STDIN else open(source, "rb")  # noqa: SIM115
+    try:
+        file: Any = sys.stdin.buffer if source == STDIN else opened(source)
+    except OSError as error:
+        raise Unusable(f"{source} cannot be read: {error.strerror}") from error
     with file:
         if not file.peek(len(ZSTD_MAGIC)).startswith(ZSTD_MAGIC):
             yield file

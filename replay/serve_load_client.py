@@ -139,8 +139,12 @@ def body_of(
 
 def base_of(url: str) -> str:
     """The address that /completions and /models stand behind. Raises Unusable."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.netloc:
+    try:
+        parts = urlsplit(url)
+        right = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # of brackets, or of a port
+        right = False
+    if not right:
         raise Unusable(f"{url} is no server's address: write it as http://HOST:PORT")
     base = url.rstrip("/")
     return base if base.endswith("/v1") else base + "/v1"

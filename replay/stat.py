@@ -138,10 +138,9 @@ def report_of(
         answer_tokens=counts.answer_tokens,
         prefix=_prefix(tally),
         pool=tuple(
-            GroupUse(number, spec.kind, spec.num_blocks, it.held, it.step, it.used)
-            for number, (spec, it) in enumerate(
-                zip(header.geometry.groups, cache.peaks, strict=True)
-            )
+            GroupUse(group, spec.kind, spec.num_blocks, peak.held, peak.step, peak.used)
+            for group, spec in enumerate(header.geometry.groups)
+            for peak in (cache.peaks[group],)
             if spec.paged
         ),
         steps=StepCounts(

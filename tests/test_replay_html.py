@@ -386,7 +386,7 @@ def test_a_page_is_the_same_each_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("output", "said"),
     [
-        ("tape", "is the tape itself: give the page another name"),
+        ("tape", "is the tape itself, which is never changed: give another name"),
         (".", "is a folder: give the name of a file, like ./report.html"),
         ("no/where.html", "no/where.html cannot be written: its folder does not exist"),
     ],

@@ -368,7 +368,7 @@ def test_what_cannot_be_minimized_is_said_in_one_sentence_with_exit_2(
         ([str(clean), "-o", out], "does not diverge at depth fold or plan: there is nothing to"),
         ([str(clean), "-o", out, "--depth", "fold"], "does not diverge at depth fold"),
         ([str(redacted), "-o", out], "the tape is redacted"),
-        ([str(tape), "-o", str(tape)], "the output is the tape itself"),
+        ([str(tape), "-o", str(tape)], "is the tape itself, which is never changed"),
         ([str(tape), "-o", str(tmp_path)], "is a folder"),
         ([str(tape), "-o", str(tmp_path / "no" / "small")], "cannot be written"),
         ([str(tmp_path / "none"), "-o", out], "does not exist"),
