@@ -31,12 +31,12 @@ class Cycle:
 
 @pytest.fixture
 def settled() -> Iterator[None]:
-    """As in a server, and as before afterwards."""
+    """As in a server, and as before afterwards: conftest.py has put things aside too."""
     gc.disable()
+    gc.unfreeze()
     garbage.settle()
     yield
     garbage._settled = False
-    gc.unfreeze()
     gc.enable()
 
 
