@@ -132,6 +132,8 @@ class EmulatedProducts(CudaProducts):
     ) -> list[mx.array]:
         self.calls += 1
         together = "counters" in source.inputs
+        files = "".join((products.SOURCE / name).read_text() for name in source.headers)
+        changes = tuple(it for it in self._changes if it[0] in files)
         kinds = {"positions": "const int*", "rates": "const float*", "counters": "const unsigned*"}
         values = [f"{kinds.get(name, f'const {products.T}*')} {name}" for name in source.inputs]
         values += [f"{products.T}* {name}" for name in source.outputs]
@@ -139,7 +141,7 @@ class EmulatedProducts(CudaProducts):
         library = _library(
             ("#define TOGETHER\n" if together else "")
             + '#include "cuda.h"\n'
-            + _text(source.headers, self._changes)
+            + _text(source.headers, changes)
             + _entry("run_product", values, source.body)
         )
         outputs = [_poisoned(shape, mx.bfloat16) for shape in shapes]

@@ -30,12 +30,18 @@ inline uint4 load16(const void* at) {
   return x;
 }
 inline uint4 load16_again(const void* at) { return load16(at); }
+// Copies are made as late as they may be.
 inline void copy16(uint4* to, const void* from, bool there) {
   emulator::aligned(to, 16);
-  *to = there ? load16(from) : make_uint4(0, 0, 0, 0);
+  emulator::fibers[emulator::current].copies.back().push_back(
+      [=] { *to = there ? load16(from) : make_uint4(0, 0, 0, 0); });
 }
-inline void copies_end() {}
-template <int LEFT> inline void copies_wait() {}
+inline void copies_end() { emulator::fibers[emulator::current].copies.push_back({}); }
+template <int LEFT> inline void copies_wait() {
+  auto& groups = emulator::fibers[emulator::current].copies;
+  for (; groups.size() > LEFT + 1; groups.pop_front())
+    for (auto& copy : groups.front()) copy();
+}
 inline uint4* shared_words() {
   alignas(16) OF_BLOCK uint4 words[1 << 13];
   return words;

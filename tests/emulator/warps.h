@@ -12,6 +12,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <functional>
 #include <thread>
 #include <vector>
@@ -28,7 +29,13 @@ static Index3 gridDim, blockDim;
 
 namespace emulator {
 struct Meeting { int arrived = 0; long round = 0; };
-struct Fiber { ucontext_t context; std::vector<char> stack; bool done; int exchanges; };
+struct Fiber {
+  ucontext_t context;
+  std::vector<char> stack;
+  bool done;
+  int exchanges;
+  std::deque<std::vector<std::function<void()>>> copies;  // not yet made, by group
+};
 
 static std::function<void()> body;
 OF_BLOCK std::vector<Fiber> fibers;
@@ -71,6 +78,7 @@ inline void run_block(int threads) {
     fiber.stack.resize(1 << 16);
     fiber.done = false;
     fiber.exchanges = 0;
+    fiber.copies.assign(1, {});
     getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = fiber.stack.data();
     fiber.context.uc_stack.ss_size = fiber.stack.size();
