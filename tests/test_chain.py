@@ -1,4 +1,4 @@
-"""What lies between two attentions in one launch, on the emulator, whose blocks then run at once."""
+"""What lies between two attentions in one launch: on the emulator, its blocks running at once."""
 
 from __future__ import annotations
 

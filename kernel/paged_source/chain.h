@@ -103,6 +103,7 @@ template <typename T, int WARPS, int RUNS, typename Last> struct Chain {
       ring.ask(run, first + RUNS * WARPS * PARTS);
       run = (run + 1) % RUNS;
     }
+    copies_wait<0>();  // of nothing: what is asked for next may take the same places
     mine.template share_squares<Layer>();
   }
   FN void wait_for(int phase) const {

@@ -1,6 +1,6 @@
 """A GPU at a glance: logits over pages against mlx-lm's caches, then times of real shapes.
 
-`python -m tests.bench.device [checks|whole|layer|steps|prefill|memory|more|chain ...]`; all by default.
+`python -m tests.bench.device [PART ...]`, the parts stand in `main`; all of them by default.
 Random weights in bfloat16: times do not depend on them. `tables` is attention by a kernel that
 reads block tables, where this device has one; `gather` is what serves without it.
 """
