@@ -116,9 +116,10 @@ def test_smollm2_says_the_same_with_a_random_model_and_with_itself_to_guess_for_
     config = tiny_config(vocab_size=tokenizer.vocab_size, hidden_size=32)
     write_folder(random, config, tiny_weights(config))
     tokenizer._core.save(str(random / "tokenizer.json"))
-    plain = answers(SMOLLM2, tokens=8)
-    assert answers(SMOLLM2, random, tmp_path / "random.log", 8) == plain
-    assert answers(SMOLLM2, SMOLLM2, tmp_path / "itself.log", 8, draft_tokens=3) == plain
+    small: dict[str, Any] = {"tokens": 8, "kv_memory": "64MiB"}
+    plain = answers(SMOLLM2, **small)
+    assert answers(SMOLLM2, random, tmp_path / "random.log", **small) == plain
+    assert answers(SMOLLM2, SMOLLM2, tmp_path / "itself.log", draft_tokens=3, **small) == plain
     assert stat(str(tmp_path / "random.log")).acceptance_rate == pytest.approx(0.0, abs=0.02)
     assert stat(str(tmp_path / "itself.log")).acceptance_rate == 1.0
     for name in ("random.log", "itself.log"):

@@ -29,6 +29,12 @@ def _fewer_rows(monkeypatch: Any) -> None:
     monkeypatch.setattr(drawing, "DIFFERENT_MAX", 0)
 
 
+@pytest.fixture
+def checked_by_few(monkeypatch: Any) -> None:
+    """A sampler is compared over two rows of each kind, as a row takes 60 ms here."""
+    monkeypatch.setattr(drawing, "disagreement", lambda *it: disagreement(*it, rows=16))
+
+
 def test_every_kind_of_row_is_given_the_token_of_sampling_by_operations() -> None:
     assert disagreement(EmulatedSampler(), VOCAB, rows=48) == ""
 
@@ -52,6 +58,7 @@ def test_a_top_k_beyond_the_vocabulary_cuts_nothing() -> None:
     assert got.tokens.tolist() == wanted.tokens.tolist()
 
 
+@pytest.mark.usefixtures("checked_by_few")
 def test_the_kernel_of_a_model_draws_with_its_dialects_sampler() -> None:
     tokens = []
     for sampler in (None, EmulatedSampler()):
@@ -88,9 +95,9 @@ BROKEN: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-def test_a_broken_sampler_is_left_alone(kind: str, monkeypatch: Any) -> None:
+@pytest.mark.usefixtures("checked_by_few")
+def test_a_broken_sampler_is_left_alone(kind: str) -> None:
     change, reason = BROKEN[kind]
-    monkeypatch.setattr(drawing, "disagreement", lambda *it: disagreement(*it, rows=32))
     sampler, found = sampler_for(EmulatedSampler((change,)), VOCAB)
     if reason:
         assert sampler is None
