@@ -18,7 +18,9 @@ import json
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache, cached_property, lru_cache
+from threading import Lock
 from typing import Any
 
 import msgspec
@@ -105,12 +107,30 @@ class _Held:
 
 
 class Grammars:
-    """The masks of a model's answers (adjusting.Masks). All calls come from one thread."""
+    """The masks of a model's answers (adjusting.Masks). All calls come from one thread, but those
+    of `prepare`, which does what takes long.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._source = tokenizer
         self._held: OrderedDict[int, _Held] = OrderedDict()
         self._fresh: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._lock = Lock()
+
+    def load(self) -> None:
+        """Make the vocabulary, which the first grammar needs; llguidance keeps the interpreter's
+        lock for most of it (0.7 s for 49,152 tokens), so it had better be done before anybody is
+        served.
+        """
+        self._tokenizer  # noqa: B018
+
+    def prepare(self, grammar: str) -> None:
+        """Check and compile a grammar on the calling thread, without the interpreter's lock for
+        most of it. One that cannot be followed is left alone.
+        """
+        if not check_grammar(grammar):
+            with suppress(GrammarFailed):
+                self._compile(grammar)
 
     def allowed(
         self, seq: int, parameters: Parameters, answer: tuple[int, ...], certain: int, width: int
@@ -158,7 +178,12 @@ class Grammars:
 
     def _new(self, grammar: str) -> LLMatcher:
         """A matcher that went through nothing yet."""
-        matcher = self._fresh.pop(grammar, None)
+        return self._compile(grammar).deep_copy()
+
+    def _compile(self, grammar: str) -> LLMatcher:
+        """The matcher that others are copied from, which nobody moves on."""
+        with self._lock:
+            matcher = self._fresh.pop(grammar, None)
         if matcher is None:
             try:
                 compiled = _compiled(grammar)
@@ -167,10 +192,11 @@ class Grammars:
             matcher = LLMatcher(self._tokenizer, compiled, log_level=0, limits=LIMITS)
             if matcher.is_error():
                 raise GrammarFailed(_line(matcher.get_error()))
-        self._fresh[grammar] = matcher
-        if len(self._fresh) > GRAMMARS_MAX:
-            self._fresh.popitem(last=False)
-        return matcher.deep_copy()
+        with self._lock:
+            self._fresh[grammar] = matcher
+            if len(self._fresh) > GRAMMARS_MAX:
+                self._fresh.popitem(last=False)
+        return matcher
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:

@@ -200,13 +200,13 @@ class Engine:
     def _completion(self, prompt: Prompt, parameters: dict[str, Any]) -> Ask:
         _check_names(CompletionRequest, parameters)
         body = msgspec.json.encode({"prompt": prompt, **parameters})
-        return ask_of_completion(read_completion_request(body), self._tokenizer, self._name())
+        return self._desk.ask(ask_of_completion, read_completion_request(body), self._name())
 
     def _conversation(self, messages: Messages, parameters: dict[str, Any]) -> Ask:
         _check_names(ChatRequest, parameters)
         turns = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
         body = msgspec.json.encode({"messages": turns, **parameters})
-        return ask_of_chat(read_chat_request(body), self._tokenizer, self._name())
+        return self._desk.ask(ask_of_chat, read_chat_request(body), self._name())
 
     def _name(self) -> str:
         """What the next request is called on tape."""

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from kernel.adapters import Adapters
     from kernel.batch import Kernel
     from kernel.families import Family
+    from kernel.grammar import Grammars
     from kernel.layout import Layout
     from kernel.weights import LoadedModel
 
@@ -95,15 +96,18 @@ def _make(
 
     from kernel.adapters import Adapters
     from kernel.families import family_of
+    from kernel.grammar import Grammars
     from kernel.weights import load_model
 
     loaded = load_model(settings.model, progress=progress)
     tell = progress or (lambda _: None)
+    masks = Grammars(loaded.tokenizer)
+    masks.load()
     adapters = Adapters(loaded.model, loaded.turned_head_dim)
     family = family_of(loaded.model)
     drafter = load_draft(settings, loaded, family, tell)
     beside = 0 if drafter is None else drafter.block_bytes(settings.block_size)
-    pool, make = _kernel_of(settings, loaded, family, adapters, tell, beside)
+    pool, make = _kernel_of(settings, loaded, family, adapters, masks, tell, beside)
     flags = family.flags
     policy = suited(settings.policy(loaded.context_tokens), flags)
     try:
@@ -137,6 +141,7 @@ def _make(
         shelf=shelf,
         kept=_kept(settings, kernel, header),
         draft=draft,
+        prepare=masks.prepare,
     )
     return parts, tokenizer
 
@@ -179,6 +184,7 @@ def _kernel_of(
     loaded: LoadedModel,
     family: Family,
     adapters: Adapters,
+    masks: Grammars,
     tell: Progress,
     beside: int,
 ) -> tuple[Geometry, Callable[[], Kernel]]:
@@ -192,14 +198,14 @@ def _kernel_of(
     identity = identity_of(loaded.digests["weights"], bits)
     if layout is not None:
         layout = quantised(layout, bits) if bits else layout
-        return _over_pages(settings, loaded, layout, identity, adapters, tell, beside)
+        return _over_pages(settings, loaded, layout, identity, adapters, masks, tell, beside)
     given = (settings.num_blocks, settings.num_slots, settings.kv_memory, settings.kv_bits)
     if any(it is not None for it in given):
         raise SettingsError(
             f"{family.reason}: there is no pool, so leave num_blocks, num_slots, kv_memory and "
             "kv_bits out"
         )
-    return _over_its_own_caches(settings, loaded, family, identity, adapters, tell)
+    return _over_its_own_caches(settings, loaded, family, identity, adapters, masks, tell)
 
 
 def _over_pages(
@@ -208,10 +214,10 @@ def _over_pages(
     layout: Layout,
     identity: str,
     adapters: Adapters,
+    masks: Grammars,
     tell: Progress,
     beside: int,
 ) -> tuple[Geometry, Callable[[], Kernel]]:
-    from kernel.grammar import Grammars
     from kernel.model_kernel import ModelKernel
 
     from .pool_size import pool_blocks, pool_slots
@@ -232,7 +238,7 @@ def _over_pages(
             loaded.model,
             pool,
             sanitize=settings.sanitize,
-            masks=Grammars(loaded.tokenizer),
+            masks=masks,
             layout=layout,
             adapters=adapters,
         )
@@ -246,16 +252,15 @@ def _over_its_own_caches(
     family: Family,
     identity: str,
     adapters: Adapters,
+    masks: Grammars,
     tell: Progress,
 ) -> tuple[Geometry, Callable[[], Kernel]]:
-    from kernel.grammar import Grammars
     from kernel.model_owned import ModelOwnedKernel
 
     pool = Geometry(settings.block_size, family.groups(), identity)
 
     def make() -> Kernel:
         tell(f"{family.reason}: requests run one after the other, and share no prefixes")
-        masks = Grammars(loaded.tokenizer)
         return ModelOwnedKernel(loaded.model, pool, masks=masks, adapters=adapters)
 
     return pool, make

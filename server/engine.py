@@ -71,6 +71,7 @@ class _Limits(Struct, frozen=True):
     cannot: Mapping[str, str]
     shelf: Shelf
     kept: KeptBlocks | None
+    prepare: Callable[[str], None] | None
 
 
 def _is_ready(given: Input) -> bool:
@@ -134,7 +135,14 @@ class Engine:
         geometry, identity = parts.kernel.geometry, _identity(parts.header)
         cannot = parts.kernel.cannot
         self._limits = _Limits(
-            geometry, parts.policy, parts.vocab_size, identity, cannot, parts.shelf, parts.kept
+            geometry,
+            parts.policy,
+            parts.vocab_size,
+            identity,
+            cannot,
+            parts.shelf,
+            parts.kept,
+            parts.prepare,
         )
         self._loop = Loop(parts, self._clock)
 
@@ -258,6 +266,14 @@ class Engine:
     def _was_read(self, _reading: object) -> None:
         with self._wake:
             self._wake.notify_all()
+
+    def prepare(self, grammar: str) -> None:
+        """Do what the first token under a grammar would have the engine's thread wait for; on the
+        caller's. What cannot be followed is refused by `submit`.
+        """
+        prepare = self._opened_limits().prepare
+        if prepare is not None:
+            prepare(grammar)
 
     def cancel(self, request: int) -> None:
         """Give a request up; a request that already ended, or is unknown, is left alone."""

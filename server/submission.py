@@ -113,6 +113,11 @@ class EngineApi(Protocol):
     def submit(self, submission: Submission, sink: Sink) -> int:
         """Queue a request; returns its id. Raises RequestRefused, EngineStopped."""
 
+    def prepare(self, grammar: str) -> None:
+        """Do what the first token under a grammar would wait for; from any thread, best not the
+        event loop's. What cannot be followed is refused by `submit`.
+        """
+
     def cancel(self, request: int) -> None:
         """Give a request up; a request that already ended, or is unknown, is left alone."""
 

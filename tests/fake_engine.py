@@ -151,6 +151,7 @@ class FakeEngine:
         self.submitted: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self.cancelled: queue.SimpleQueue[int] = queue.SimpleQueue()
         self.requests: dict[int, Request] = {}
+        self.prepared: list[tuple[str, threading.Thread]] = []
         self._thread = threading.Thread(target=self._run, name="fake-engine", daemon=True)
 
     def __enter__(self) -> FakeEngine:
@@ -187,6 +188,9 @@ class FakeEngine:
 
     def unload_adapter(self, name: str) -> None:
         self.shelf.unload(name)
+
+    def prepare(self, grammar: str) -> None:
+        self.prepared.append((grammar, threading.current_thread()))
 
     def cancel(self, request: int) -> None:
         self.cancelled.put(request)

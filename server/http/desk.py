@@ -27,18 +27,19 @@ from .pace import Pace
 from .stream import Answer
 from .wire import ApiError
 
-BIG_BODY_BYTES = 32 * 1024
-"""Above it a prompt is tokenised on another thread."""
+BIG_BODY_BYTES = 4 * 1024
+"""Above it a prompt is tokenised on another thread; so much takes some 2 ms."""
 
 RATE_LIMITED = "rate_limit_exceeded"
 
 Made = TypeVar("Made")
+Body = TypeVar("Body")
 
 log = structlog.get_logger()
 
 
 class Desk:
-    """See the module. Used on the event loop's thread only."""
+    """See the module. Used on the event loop's thread only, but for `ask`."""
 
     def __init__(
         self, engine: EngineApi, tokenizer: Tokenizer, model_name: str, settings: Settings
@@ -98,6 +99,15 @@ class Desk:
         if bytes_read <= BIG_BODY_BYTES and not slow:
             return work(*arguments)
         return await asyncio.to_thread(work, *arguments)
+
+    def ask(self, ask_of: Callable[[Body, Tokenizer, str], Ask], body: Body, name: str) -> Ask:
+        """What `ask_of` makes of a checked body; the grammar is ready by then. May be called from
+        any thread. Raises ApiError (400).
+        """
+        ask = ask_of(body, self.tokenizer, name)
+        if ask.parameters.grammar:
+            self.engine.prepare(ask.parameters.grammar)
+        return ask
 
     def admit(self, ask: Ask) -> list[Answer]:
         """Hand a request to the engine: answer prompt * n + copy, all of them or none.

@@ -9,22 +9,29 @@ its own; one that fails later gets an error event, and no [DONE].
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable
-from typing import Protocol
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Protocol, TypeVar
 
 import msgspec
 import structlog
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from kernel.tokenizer import Tokenizer
+
 from ..logs import note
+from .asking import Ask
 from .desk import Desk
+from .routing import desk_of, read_body, response_id
 from .stream import Answer, Feed, News, gather, news_of, usage_of, while_connected
 from .wire import ApiError
+from .wire_sampling import Sampling
 
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 DONE = b"data: [DONE]\n\n"
+
+Body = TypeVar("Body", bound=Sampling)
 
 log = structlog.get_logger()
 
@@ -126,6 +133,28 @@ class Exchange:
             tokens=usage.completion_tokens,
             finish=",".join(sorted({answer.outcome for answer in answers})),
         )
+
+
+async def answered(
+    request: Request,
+    prefix: str,
+    read: Callable[[bytes], Body],
+    ask_of: Callable[[Body, Tokenizer, str], Ask],
+    shape_of: Callable[[Desk, Body, list[Answer], str], Shape],
+) -> Response:
+    """The way of every endpoint that streams: a body is read, an Ask is made of it and admitted,
+    and its answers are written. `prefix` is that of the response's id. Raises ApiError,
+    ClientDisconnect.
+    """
+    desk = desk_of(request)
+    data = await read_body(request, desk.max_body_bytes)
+    body = read(data)
+    desk.check_model(body.model)
+    external_id = response_id(request, prefix)
+    ask = await desk.aside(len(data), desk.ask, ask_of, body, external_id, slow=body.slow)
+    answers = desk.admit(ask)
+    exchange = Exchange(desk, answers, shape_of(desk, body, answers, external_id), external_id)
+    return await exchange.respond(request.receive, stream=bool(body.stream))
 
 
 class EventStream(StreamingResponse):

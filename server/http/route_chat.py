@@ -18,8 +18,7 @@ from ..submission import STOP
 from .chat import ask_of_chat
 from .desk import Desk
 from .logprobs import chat_logprob
-from .replies import DONE, Exchange, Shape, event
-from .routing import desk_of, read_body, response_id
+from .replies import DONE, Shape, answered, event
 from .stream import Answer, News, Told, usage_of
 from .wire import Usage
 from .wire_chat import (
@@ -38,17 +37,7 @@ from .wire_tools import CallDelta, FunctionDelta, message_call
 
 async def chat_completions(request: Request) -> Response:
     """The handler."""
-    desk = desk_of(request)
-    body = await read_body(request, desk.max_body_bytes)
-    chat = read_chat_request(body)
-    desk.check_model(chat.model)
-    external_id = response_id(request, "chatcmpl-")
-    slow = chat.constrained or bool(chat.tools)
-    ask = await desk.aside(len(body), ask_of_chat, chat, desk.tokenizer, external_id, slow=slow)
-    answers = desk.admit(ask)
-    shape = ChatShape(desk, chat, answers, external_id)
-    exchange = Exchange(desk, answers, shape, external_id)
-    return await exchange.respond(request.receive, stream=bool(chat.stream))
+    return await answered(request, "chatcmpl-", read_chat_request, ask_of_chat, ChatShape)
 
 
 class ChatShape(Shape):

@@ -19,8 +19,7 @@ from ..dialects.parts import join
 from .completions import ask_of_completion
 from .desk import Desk
 from .logprobs import completion_logprobs, echoed
-from .replies import DONE, Exchange, Shape, event
-from .routing import desk_of, read_body, response_id
+from .replies import DONE, Shape, answered, event
 from .stream import Answer, News, Told, usage_of
 from .wire import Usage
 from .wire_completions import (
@@ -34,18 +33,9 @@ from .wire_completions import (
 
 async def completions(request: Request) -> Response:
     """The handler."""
-    desk = desk_of(request)
-    body = await read_body(request, desk.max_body_bytes)
-    asked = read_completion_request(body)
-    desk.check_model(asked.model)
-    external_id = response_id(request, "cmpl-")
-    ask = await desk.aside(
-        len(body), ask_of_completion, asked, desk.tokenizer, external_id, slow=asked.constrained
+    return await answered(
+        request, "cmpl-", read_completion_request, ask_of_completion, CompletionShape
     )
-    answers = desk.admit(ask)
-    shape = CompletionShape(desk, asked, answers, external_id)
-    exchange = Exchange(desk, answers, shape, external_id)
-    return await exchange.respond(request.receive, stream=bool(asked.stream))
 
 
 class CompletionShape(Shape):

@@ -8,6 +8,7 @@ content_block_stop, and message_delta, message_stop at the end. Refusals have An
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -20,13 +21,14 @@ from ..submission import LENGTH
 from .desk import Desk
 from .error_shape import error_event
 from .messages import ask_of_messages, prompt_of
-from .replies import Exchange, Shape
-from .routing import desk_of, json_response, read_body, response_id
+from .replies import Shape, answered
+from .routing import desk_of, json_response, read_body
 from .stream import Answer, News
 from .wire import ApiError
 from .wire_messages import (
     AnswerBlock,
     MessageAnswer,
+    MessagesRequest,
     MessagesUsage,
     TextBlock,
     ThinkingBlock,
@@ -41,19 +43,8 @@ BROKEN_INPUT = "INVALID_JSON"
 
 async def messages(request: Request) -> Response:
     """The handler of POST /v1/messages."""
-    desk = desk_of(request)
-    body = await read_body(request, desk.max_body_bytes)
-    asked = read_messages_request(body)
-    desk.check_model(asked.model)
-    external_id = response_id(request, "msg_")
-    slow = asked.constrained or bool(asked.tools)
-    ask = await desk.aside(
-        len(body), ask_of_messages, asked, desk.tokenizer, external_id, slow=slow
-    )
-    answers = desk.admit(ask)
-    shape = MessagesShape(desk, answers[0], external_id, request.scope)
-    exchange = Exchange(desk, answers, shape, external_id)
-    return await exchange.respond(request.receive, stream=bool(asked.stream))
+    shape = partial(MessagesShape, request.scope)
+    return await answered(request, "msg_", read_messages_request, ask_of_messages, shape)
 
 
 async def count_tokens(request: Request) -> Response:
@@ -69,7 +60,15 @@ async def count_tokens(request: Request) -> Response:
 class MessagesShape(Shape):
     """replies.Shape of messages. The blocks of a stream and of a whole answer are made alike."""
 
-    def __init__(self, desk: Desk, answer: Answer, external_id: str, scope: Scope) -> None:
+    def __init__(
+        self,
+        scope: Scope,
+        _desk: Desk,
+        _request: MessagesRequest,
+        answers: list[Answer],
+        external_id: str,
+    ) -> None:
+        (answer,) = answers
         self._model = answer.model
         self._answer = answer
         self._id = external_id

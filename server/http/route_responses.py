@@ -20,9 +20,8 @@ from kernel.tokenizer import Tokenizer
 from ..dialects.parts import Part, Reasoning, Text, ToolCallArguments, ToolCallBegun, join
 from ..submission import LENGTH
 from .desk import Desk
-from .replies import Exchange, Shape
+from .replies import Shape, answered
 from .responses import ask_of_responses
-from .routing import desk_of, read_body, response_id
 from .stream import Answer, News
 from .wire import ApiError
 from .wire_responses import (
@@ -48,19 +47,9 @@ Event = tuple[str, dict[str, Any]]
 
 async def responses(request: Request) -> Response:
     """The handler."""
-    desk = desk_of(request)
-    body = await read_body(request, desk.max_body_bytes)
-    asked = read_responses_request(body)
-    desk.check_model(asked.model)
-    external_id = response_id(request, "resp_")
-    slow = asked.constrained or bool(asked.text or asked.tools)
-    ask = await desk.aside(
-        len(body), ask_of_responses, asked, desk.tokenizer, external_id, slow=slow
+    return await answered(
+        request, "resp_", read_responses_request, ask_of_responses, ResponsesShape
     )
-    answers = desk.admit(ask)
-    shape = ResponsesShape(desk, asked, answers[0], external_id)
-    exchange = Exchange(desk, answers, shape, external_id)
-    return await exchange.respond(request.receive, stream=bool(asked.stream))
 
 
 class Output:
@@ -139,8 +128,9 @@ class ResponsesShape(Shape):
     """replies.Shape of responses."""
 
     def __init__(
-        self, desk: Desk, request: ResponsesRequest, answer: Answer, external_id: str
+        self, desk: Desk, request: ResponsesRequest, answers: list[Answer], external_id: str
     ) -> None:
+        (answer,) = answers
         self._model = answer.model
         self._tokenizer = desk.tokenizer
         self._request = request

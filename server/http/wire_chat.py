@@ -59,6 +59,11 @@ class ChatRequest(Sampling, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property
+    def slow(self) -> bool:
+        """Tools may become a grammar."""
+        return self.constrained or bool(self.tools)
+
+    @property
     def answer_tokens_max(self) -> int | None:
         """max_completion_tokens where given (max_tokens is its old name), else max_tokens."""
         if self.max_completion_tokens is not None:

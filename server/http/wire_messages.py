@@ -74,6 +74,11 @@ class Counted(Sampling, kw_only=True):
     stop_sequences: list[str] | None = None
 
     @property
+    def slow(self) -> bool:
+        """Tools may become a grammar."""
+        return self.constrained or bool(self.tools)
+
+    @property
     def stops(self) -> tuple[str, ...]:
         """Anthropic's name for stop strings."""
         return tuple(self.stop_sequences or ())

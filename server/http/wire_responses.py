@@ -91,6 +91,11 @@ class ResponsesRequest(Sampling, kw_only=True):
     top_logprobs: int | None = None
 
     @property
+    def slow(self) -> bool:
+        """Tools and formats may become a grammar."""
+        return self.constrained or bool(self.text or self.tools)
+
+    @property
     def answer_tokens_max(self) -> int | None:
         """OpenAI's name for it here."""
         return self.max_output_tokens

@@ -57,6 +57,11 @@ class Sampling(Constrained, kw_only=True):
     prompt_cache_key: str | None = None
 
     @property
+    def slow(self) -> bool:
+        """Whether it takes a while to make an Ask of it, however short it is."""
+        return self.constrained
+
+    @property
     def include_usage(self) -> bool:
         """Whether a stream ends with usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
