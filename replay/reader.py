@@ -106,6 +106,11 @@ class Tape:
             yield from self._read(source, last=source == self._segments[-1] and behind is None)
         if behind is not None:
             yield from itertools.islice(self._read(behind, last=True), HEAD_RECORDS)
+        if self.header is None and Path(self.path).is_fifo():
+            raise Unusable(
+                f"nothing is left to read in the pipe {self.path}: where a tape is read more than "
+                "once, give it to standard input, and - as its name"
+            )
         if self.header is None:
             raise Unusable(f"{self.path} is too short to hold a header: there is nothing to replay")
 

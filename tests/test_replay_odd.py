@@ -128,6 +128,21 @@ def test_a_segment_that_is_compressed_while_a_tape_is_read_is_read_all_the_same(
     assert list(tape) == list(Tape(str(GOLDEN)))
 
 
+def test_a_pipe_that_was_read_already_is_not_called_too_short(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As `replay show <(zstdcat capture.log.zst) --at -1` would have it."""
+    read, write = os.pipe()
+    pipe = f"/dev/fd/{read}"
+    try:
+        os.write(write, GOLDEN.read_bytes())
+        os.close(write)
+        said = refused(capsys, "show", pipe, "--at", "-1")
+    finally:
+        os.close(read)
+    assert said.startswith(f"replay: nothing is left to read in the pipe {pipe}: where a tape is ")
+
+
 @pytest.mark.parametrize("command", ["export --to jsonl", "html", "minimize"])
 @pytest.mark.parametrize("where", ["capture.log", "link.log", "captures/000001-000000.tape"])
 def test_no_output_takes_the_place_of_the_tape(
