@@ -101,11 +101,15 @@ def _serve(settings: Settings, build: Build) -> int:
             shown = f"[{host}]" if ":" in host else host
             scheme = "http" if settings.tls_cert is None else "https"
             print(f"serving {settings.model} on {scheme}://{shown}:{port}", flush=True)
-            run(app, listener, settings)
+            left = run(app, listener, settings)
         finally:
             engine.stop()
     finally:
         listener.close()
+    if left:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)  # the tape has ended, and nobody waits for what is still being made
     return 0
 
 

@@ -13,7 +13,8 @@ import logging
 import signal
 import socket
 import ssl
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -177,24 +178,41 @@ async def _cut_off(tasks: set[asyncio.Task[Any]]) -> None:
         _, tasks = await asyncio.wait(tasks, timeout=CLOSE_S / CUT_ROUNDS)
 
 
-def run(app: Starlette, listener: socket.socket, settings: Settings) -> None:
-    """Serve until SIGINT or SIGTERM; a second signal ends it at once."""
+def run(app: Starlette, listener: socket.socket, settings: Settings) -> bool:
+    """Serve until SIGINT or SIGTERM; a second signal ends it at once.
+
+    Whether a thread still works for nobody: a process that ends in the usual way waits for it.
+    """
+    threads = _Threads()
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(_until_signal(app, listener, settings))
+        runner.run(_until_signal(app, listener, settings, threads))
+    return bool(threads.open)
 
 
 class _Threads(ThreadPoolExecutor):
     """Of the loop: its end waits for no work, which nobody can cancel. A long prompt that is still
-    being tokenised would hold up the tape's end.
+    being tokenised would hold up the tape's end. `open` is what was begun and is not done.
     """
+
+    def __init__(self) -> None:
+        super().__init__(thread_name_prefix="aside")
+        self.open: set[Future[Any]] = set()
+
+    def submit(self, work: Callable[..., Any], /, *given: Any, **named: Any) -> Future[Any]:
+        future = super().submit(work, *given, **named)
+        self.open.add(future)
+        future.add_done_callback(self.open.discard)
+        return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         super().shutdown(wait=False, cancel_futures=True)
 
 
-async def _until_signal(app: Starlette, listener: socket.socket, settings: Settings) -> None:
+async def _until_signal(
+    app: Starlette, listener: socket.socket, settings: Settings, threads: _Threads
+) -> None:
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
-    loop.set_default_executor(_Threads())
+    loop.set_default_executor(threads)
     serving = asyncio.ensure_future(serve_app(app, listener, settings, stop))
 
     def signalled() -> None:
