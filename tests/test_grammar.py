@@ -326,12 +326,12 @@ def test_smollm2_answers_by_a_schema_at_any_temperature() -> None:
     asking = [(prompt, Parameters(160, grammar=grammar, end_tokens=ends))]
     asking += [
         (prompt, Parameters(160, temperature=1.0, seed=seed, grammar=grammar, end_tokens=ends))
-        for seed in range(20)
+        for seed in range(8)
     ]
     policy = structs.replace(POLICY, max_running=32, context_tokens=512)
     made = run(asking, policy, blocks=1200, loaded=loaded)
-    assert [inbox.reason for inbox in made.inboxes] == ["stop"] * 21
+    assert [inbox.reason for inbox in made.inboxes] == ["stop"] * 9
     texts = [held.decode(inbox.tokens) for inbox in made.inboxes]
     for text in texts:
         jsonschema.validate(json.loads(text), PERSON)
-    assert len(set(texts)) > 15
+    assert len(set(texts)) > 6
