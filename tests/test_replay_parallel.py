@@ -34,7 +34,7 @@ Change = Callable[[list[Record]], list[Record]]
 def segments(tmp_path_factory: pytest.TempPathFactory) -> list[list[Record]]:
     """The records of each segment of a capture."""
     folder = tmp_path_factory.mktemp("captures")
-    writer = CaptureWriter(f"{folder}/", segment_bytes=3000)
+    writer = CaptureWriter(f"{folder}/", segment_bytes=1800)
     parts = Parts(FakeKernel(TIGHT), POLICY, writer, header(TIGHT, POLICY))
     engine = Engine(lambda: parts, clock=FakeClock())
     engine.open()

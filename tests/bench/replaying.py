@@ -9,18 +9,22 @@ hand; for the plan a scheduler has to make it, which takes longer than the repla
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 from msgspec import structs
 
 from kernel.fake import FakeKernel
-from replay.run import FOLD, PLAN
-from server.capture import CaptureWriter
+from replay.parallel import replay_segments
+from replay.run import CLEAN, FOLD, PLAN, Options, Outcome, replay
+from server import capture
 from server.engine import Engine
 from server.loop import Parts
 from server.policy import Policy
@@ -32,6 +36,9 @@ from .replay_child import measured
 from .table import Table
 
 ANSWER_TOKENS = 600
+FOLDER_ROUNDS = 10
+SEGMENT_BYTES = 300_000
+"""Ends of segments come at each round's end, or so: a checkpoint holds what is live."""
 REPEATS = 5
 ROWS_MIN = 10_000
 ROWS_MAX = 100_000
@@ -57,8 +64,40 @@ def rates(table: Table) -> None:
                 table.add(name, steps / seconds, "steps a s")
 
 
-def _decode_steps(path: Path, running: int, lookahead: bool) -> None:
-    """A long decode of so many sequences, blocks' edges in every step, on tape."""
+def side_by_side(table: Table) -> None:
+    """Steps of 32 rows a second, by the clock on the wall, of a folder of segments: by one process
+    and by as many as there are cores, in turn; medians.
+    """
+    jobs = os.cpu_count() or 1
+    with tempfile.TemporaryDirectory() as folder:
+        _decode_steps(f"{folder}/", 32, False, FOLDER_ROUNDS, SEGMENT_BYTES)
+        for depth in (FOLD, PLAN):
+            alone: list[float] = []
+            shared: list[float] = []
+            for _ in range(REPEATS):
+                alone.append(_clocked(lambda: replay(folder, Options(depth))))  # noqa: B023
+                shared.append(_clocked(lambda: replay_segments(folder, Options(depth), jobs)))  # noqa: B023
+            one, many = statistics.median(alone), statistics.median(shared)
+            table.add(f"{depth}, 32 rows a step, 1 process", one, "steps a s")
+            table.add(f"{depth}, 32 rows a step, {jobs} processes", many, "steps a s", one, "1")
+
+
+def _clocked(run: Callable[[], Outcome]) -> float:
+    """Steps a second of a replay."""
+    started = time.perf_counter()
+    outcome = run()
+    assert outcome.exit_code == CLEAN, outcome.divergence
+    return outcome.counts.steps / (time.perf_counter() - started)
+
+
+def _decode_steps(
+    path: Path | str,
+    running: int,
+    lookahead: bool,
+    rounds: int = 1,
+    segment_bytes: int = capture.SEGMENT_BYTES,
+) -> None:
+    """Long decodes of so many sequences, blocks' edges in every step, on tape."""
     policy = Policy(max_batch_tokens=8192, max_running=running, prefill_chunk=512)
     policy = structs.replace(policy, context_tokens=4096, lookahead=lookahead)
     geometry = Geometry(block_size=16, groups=(Group(num_blocks=4096),))
@@ -73,14 +112,16 @@ def _decode_steps(path: Path, running: int, lookahead: bool) -> None:
         capabilities={},
     )
     kernel = FakeKernel(geometry, vocab_size=49152, sanitize="edges")
-    parts = Parts(kernel, policy, CaptureWriter(path), header)
+    writer = capture.CaptureWriter(path, segment_bytes=segment_bytes)
+    parts = Parts(kernel, policy, writer, header)
     engine = Engine(lambda: parts)
     engine.open()
-    for request in range(running):
-        prompt = tuple(range(request, request + 32 + request % 16))
-        engine.submit(Submission(prompt, Parameters(ANSWER_TOKENS)), lambda _update: None)
-    while engine.step():
-        pass
+    for _ in range(rounds):
+        for request in range(running):
+            prompt = tuple(range(request, request + 32 + request % 16))
+            engine.submit(Submission(prompt, Parameters(ANSWER_TOKENS)), lambda _update: None)
+        while engine.step():
+            pass
     engine.stop()
 
 
