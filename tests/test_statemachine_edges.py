@@ -368,6 +368,24 @@ def test_events_at_once_lead_to_the_state_that_they_lead_to_one_by_one() -> None
     invariants.check_all(at_once)
 
 
+def test_a_block_that_is_freed_as_the_one_before_it_is_taken_is_the_next_to_be_taken() -> None:
+    """All at once: the queue's head goes on to a place that did not exist before."""
+    state = run(
+        prefilled(B4, 4),
+        (commands.open_sequence, 1),
+        (commands.append, 1, 2, (9,)),
+        (commands.open_sequence, 2),
+        (commands.step_written, 2),
+        (commands.close, 0),
+    )
+    events = (ev.Closed(1), ev.Appended(2, 3, 1, (5,), ((0,),), "prompt"))
+    at_once = apply_all(state, events)
+    assert at_once == apply(apply(state, events[0]), events[1])
+    (later,) = commands.append(at_once, 2, 3, (6, 7, 8, 9))
+    assert isinstance(later, ev.Appended)
+    assert later.blocks == ((1,),)
+
+
 def test_an_append_that_its_caller_applies_is_refused_when_it_is_applied() -> None:
     state = prefilled(B4, 4)
     with pytest.raises(IllegalCommand, match="step 1 cannot append"):
