@@ -43,6 +43,7 @@ def main(arguments: list[str]) -> int:
     if "replay" in sections:
         table.section("how fast decode steps are replayed (one core)")
         replaying.rates(table)
+        replaying.side_by_side(table)
         table.section("the same against a tape's length, and the memory of the whole process")
         replaying.growth(table, int(asked.rows))
     if "growth" in sections:

@@ -36,7 +36,7 @@ from .replay_child import measured
 from .table import Table
 
 ANSWER_TOKENS = 600
-FOLDER_ROUNDS = 10
+FOLDER_ROUNDS = 20
 SEGMENT_BYTES = 300_000
 """Ends of segments come at each round's end, or so: a checkpoint holds what is live."""
 REPEATS = 5
