@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import subprocess
 import sys
@@ -77,6 +78,7 @@ def imports(path: Path) -> Iterator[Import]:
     yield from walk(ast.parse(path.read_text(encoding="utf-8")), True)
 
 
+@functools.cache
 def all_imports(package: str) -> list[Import]:
     return [found for path in modules(package) for found in imports(path)]
 
