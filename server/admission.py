@@ -149,7 +149,7 @@ def admit(draft: Draft) -> None:
         return
     skipped: list[int] = []
     started: list[int] = []
-    opened, far = _Opened(draft), False
+    opened, far, adopted = _Opened(draft), False, 0
     for request in draft.waiting.first(LOOK_AHEAD):
         if len(started) == room or any(_passes(draft, it) >= PASSES_MAX for it in skipped):
             break
@@ -167,6 +167,9 @@ def admit(draft: Draft) -> None:
         draft.admitted.append((request, _cached(draft, request, found)))
         draft.passed.extend(skipped)
         started.append(request)
+        adopted += _adopted(found)
+        if 0 < policy.adopts_max <= adopted:
+            break
     for request in started:
         draft.waiting = draft.waiting.remove(request, draft.request(request).priority)
     if not started:
@@ -185,6 +188,11 @@ def _cached(draft: Draft, request: int, events: tuple[Event, ...]) -> int:
     if number != NO_PARENT:
         parent = draft.view.requests.get(number)
         return 0 if parent is None else max(parent.cached_tokens, 0)
+    return _adopted(events)
+
+
+def _adopted(events: tuple[Event, ...]) -> int:
+    """Rows that events adopt; what a fork shares is the same tables and costs nothing."""
     return sum(len(event.tokens) for event in events if isinstance(event, PrefixAdopted))
 
 

@@ -9,6 +9,8 @@ FCFS = "fcfs"
 PRIORITY = "priority"
 OPENS_MAX = 256
 """What servers set opens_max to: some 2 ms of one plan."""
+ADOPTS_MAX = 16_384
+"""What servers set adopts_max to: some 40 ms of one plan."""
 
 
 class Policy(Struct, frozen=True, omit_defaults=True):
@@ -25,6 +27,7 @@ class Policy(Struct, frozen=True, omit_defaults=True):
     in order of arrival; PRIORITY by the requests' `priority` first, lower ones before others.
     store_evicted: blocks that make room for others are read for the prefix store first. opens_max:
     sequences that one plan opens at most, on the way to one that may start; 0: however many.
+    adopts_max: a plan whose requests adopted so many rows admits nobody else; 0: however many.
     """
 
     max_batch_tokens: int = 512
@@ -42,6 +45,7 @@ class Policy(Struct, frozen=True, omit_defaults=True):
     scheduling: str = FCFS
     store_evicted: bool = False
     opens_max: int = 0
+    adopts_max: int = 0
 
 
 DEFAULT = Policy()
@@ -58,8 +62,9 @@ def check(policy: Policy) -> None:
         raise ValueError(
             f"draft_tokens must be between 0 and {DRAFT_TOKENS_MAX}, not {policy.draft_tokens}"
         )
-    if policy.opens_max < 0:
-        raise ValueError(f"opens_max must be at least 0, not {policy.opens_max}")
+    for name in ("opens_max", "adopts_max"):
+        if getattr(policy, name) < 0:
+            raise ValueError(f"{name} must be at least 0, not {getattr(policy, name)}")
     if policy.scheduling not in (FCFS, PRIORITY):
         raise ValueError(f"scheduling must be {FCFS} or {PRIORITY}, not {policy.scheduling!r}")
     if policy.prefill_tile > policy.max_batch_tokens:

@@ -13,8 +13,9 @@ from statemachine import commands
 from statemachine.errors import IllegalCommand
 from statemachine.events import Event
 from statemachine.prefix import Hit
-from statemachine.sequence import written_rows
+from statemachine.sequence import pack, written_rows
 from statemachine.state import State
+from statemachine.tags import row_tag
 from statemachine.transitions import apply_all
 
 from .draft import Draft
@@ -59,15 +60,33 @@ def waits_for_prefix(draft: Draft, state: State, request: int, tokens: tuple[int
         running = draft.request(seq)
         if running.arrived.namespace != namespace or running.arrived.tokens[:size] != tokens[:size]:
             continue
-        written = written_rows(state.sequences[seq], state.written_step)
-        if written >= len(running.arrived.tokens):
+        prompt, sequence = running.arrived.tokens, state.sequences[seq]
+        written = written_rows(sequence, state.written_step)
+        if written >= len(prompt):
             continue
-        shared = min(_common(running.arrived.tokens, tokens) // size, most) * size
+        # Who waits for a long prompt is asked about in each step: what can be told without a walk
+        # over all of its blocks is told first.
+        full = len(sequence.keys) * size
+        if _shares_next(prompt, tokens[: most * size], full, size):
+            key = row_tag(state.geometry, sequence.parent_key, pack(tokens[full : full + size]))
+            if key not in state.by_key:
+                return True  # nothing that can be found reaches as far
+        elif full <= written:
+            continue  # all that they share is written
+        shared = min(_common(prompt, tokens) // size, most) * size
         if found is None:
             found = commands.lookup(state, namespace, tokens[: most * size]).rows
         if shared > max(found, written):
             return True
     return False
+
+
+def _shares_next(prompt: tuple[int, ...], tokens: tuple[int, ...], full: int, size: int) -> bool:
+    """Whether two texts have their first `full` tokens and the block behind these in common."""
+    end = full + size
+    if end > min(len(prompt), len(tokens)) or prompt[full:end] != tokens[full:end]:
+        return False
+    return prompt[:full] == tokens[:full]
 
 
 def _common(left: tuple[int, ...], right: tuple[int, ...]) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 import attrs
 
 from .adapters import named_path
-from .policy import OPENS_MAX, Policy, check
+from .policy import ADOPTS_MAX, OPENS_MAX, Policy, check
 from .values import MASK, Size, Texts, structure
 
 PREFIX = "MLXTAPE_"
@@ -160,6 +160,7 @@ class Settings:
             scheduling=self.scheduling,
             store_evicted=self.prefix_store is not None,
             opens_max=OPENS_MAX,
+            adopts_max=ADOPTS_MAX,
         )
         if context_tokens is None:
             return policy
