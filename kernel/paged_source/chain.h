@@ -115,8 +115,8 @@ template <typename T, int WARPS, int RUNS, typename Last> struct Chain {
     }
     __syncthreads();
   }
-  // By the thread that takes the tiles, before its warp asks for more weights: a fence waits for
-  // all that was asked for.
+  // By the thread that takes tiles, before its warp asks for more weights: a fence may wait for all
+  // that was asked for. The last phase, `newest`, is not told of.
   FN void tell(int phase, int tiles) const {
     if (threadIdx.x == 0) {
       fence();
@@ -128,8 +128,9 @@ template <typename T, int WARPS, int RUNS, typename Last> struct Chain {
     if (threadIdx.x == 0) shared->place = taken;
     __syncthreads();
     find(shared->place);
+    leave();
     ask();
-    int ready = 0, done = 0;
+    int ready = 0, done = 0, newest = last.tiles() ? PHASES - 1 : PHASES - 2;
     while (phase < PHASES) {
       if (phase != ready) wait_for(phase - 1);
       ready = phase;
@@ -144,25 +145,27 @@ template <typename T, int WARPS, int RUNS, typename Last> struct Chain {
       int now = phase, here = tile;
       ++done;
       find(shared->place);
-      bool over = phase != now, late = over && warp == 0;
+      leave();
+      bool tells = phase != now && now != newest, late = tells && warp == 0;
       if (!late) ask();
       at(now, [&](const auto& layer, const T*) {
         shared->merge.finish(layer, here, 0, count);
       });
-      if (over) {
+      if (tells) {
         __syncthreads();
         tell(now, done);
         done = 0;
         if (late) ask();
       }
     }
-    leave();
   }
-  // The last block to leave makes the counters zeros.
+  // By a block that found nothing left, while it sums what it has in hand. The last one makes the
+  // counters zeros: nobody looks at them any more, since all have waited for what they have in hand;
+  // and all was told, since whoever has a tile of the last phase waited for it before he left.
   FN void leave() const {
-    if (threadIdx.x != 0) return;
-    fence();
+    if (phase != PHASES || threadIdx.x != WARPS * 32 - 1) return;
     if (atomicAdd(counter(LEFT), 1u) + 1 < (unsigned)gridDim.x) return;
+    fence();
     for (int i = 0; i < DONE + PHASES; ++i) *counter(i) = 0;
   }
 };
