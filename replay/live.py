@@ -271,9 +271,9 @@ class Live:
 def segments(folder: str) -> dict[tuple[int, int], Path]:
     """The segments of a folder, by run and number (server/capture.py names them)."""
     found: dict[tuple[int, int], Path] = {}
-    for file in sorted(Path(folder).glob("[0-9]*" + SUFFIX + "*")):
+    for file in sorted(Path(folder).iterdir()):
         run, _, number = file.name.removesuffix(COMPRESSED).removesuffix(SUFFIX).partition("-")
-        if run.isdecimal() and number.isdecimal():
+        if SUFFIX in file.name and run.isdecimal() and number.isdecimal():
             # While it is compressed both forms are there for a moment; either is whole.
             found.setdefault((int(run), int(number)), file)
     return found

@@ -342,7 +342,7 @@ def _cut_in_its_head(source: str) -> bool:
 def _folder(folder: Path, notes: list[str]) -> list[str]:
     """The segments of the folder's newest run."""
     found: dict[str, Path] = {}
-    for file in sorted(folder.glob("*.tape*")):
+    for file in sorted(folder.iterdir()):
         if file.name.endswith((".tape", ".tape.zst")):
             # Between a compression's rename and its unlink both forms exist; either is whole.
             found.setdefault(file.name.removesuffix(".zst"), file)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import zstandard
@@ -105,6 +107,22 @@ def test_a_segment_that_is_gone_is_named(
     (tmp_path / "000001-000000.tape").symlink_to(tmp_path / "nowhere")
     for command in ([], ["stat"], ["show", "--at", "1"]):
         assert "000001-000000.tape" in refused(capsys, *command, str(tmp_path))
+
+
+def test_a_folder_that_may_not_be_read_is_not_called_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "000001-000000.tape").write_bytes(GOLDEN.read_bytes())
+
+    def denied(folder: object = ".") -> NoReturn:
+        raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+
+    # Root may read all folders, so that a mode would not do.
+    monkeypatch.setattr(os, "listdir", denied)
+    monkeypatch.setattr(os, "scandir", denied)
+    for command in ([], ["stat"], ["follow", "--idle", "0"]):
+        said = refused(capsys, *command, str(tmp_path))
+        assert said == f"replay: {tmp_path}: Permission denied\n"
 
 
 def test_a_folder_in_the_place_of_a_segment_is_named(
