@@ -244,7 +244,7 @@ class Engine:
             if not self.healthy:
                 raise EngineStopped("the engine is not running: restart the server")
             limits.shelf.refuse(submission.namespace)
-            waiting = len(self.view.waiting) + sum(isinstance(i, Arrival) for i in self._inbox)
+            waiting = len(self.view.waiting) + self._arrivals()
             if waiting >= self._waiting_max:
                 raise QueueFull(waiting)
             request = self._next_request
@@ -262,6 +262,11 @@ class Engine:
         if reading is not None:
             reading.add_done_callback(self._was_read)
         return request
+
+    def _arrivals(self) -> int:
+        """Requests in the inbox: the newest, since ids grow and it is emptied from its front."""
+        oldest = next((it for it in self._inbox if isinstance(it, Arrival)), None)
+        return 0 if oldest is None else self._next_request - oldest.record.request
 
     def _was_read(self, _reading: object) -> None:
         with self._wake:
