@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         module, rest = COMMANDS[name].module, arguments[1:]
     try:
         code = int(importlib.import_module(f"{__package__}.{module}").main(rest))
-        sys.stdout.flush()
+        print(end="", flush=True)  # standard output may be closed: print knows
         return code
     except ReplayError as error:
         print(f"replay: {error}", file=sys.stderr)

@@ -121,6 +121,8 @@ def _until(records: Iterable[Record], until: int | None) -> Iterator[Record]:
 def _written(output: str) -> Iterator[IO[bytes]]:
     """A file that is there once it is whole, or standard output."""
     if output == STDOUT:
+        if sys.stdout is None:
+            raise Unusable("standard output is closed: give -o the name of a file")
         yield sys.stdout.buffer
         sys.stdout.buffer.flush()
         return

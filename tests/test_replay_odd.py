@@ -218,6 +218,23 @@ def test_output_that_nobody_reads_any_more_is_no_verdict(command: list[str]) -> 
         os.close(write)
 
 
+def test_without_a_standard_output_the_exit_code_is_the_answer() -> None:
+    program = "import os, sys; os.close(1); os.execv(sys.executable, sys.argv[1:])"
+    closed = [sys.executable, "-c", program]
+    for arguments, code, said in (
+        ([str(GOLDEN)], 0, ""),
+        ([str(DIVERGED)], 1, ""),
+        (
+            ["export", str(GOLDEN), "--to", "jsonl", "-o", "-"],
+            UNUSABLE,
+            "replay: standard output is closed: give -o the name of a file\n",
+        ),
+    ):
+        command = [*closed, sys.executable, "-m", "replay.cli", *arguments]
+        done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+        assert (done.returncode, done.stderr) == (code, said)
+
+
 def test_output_that_cannot_be_written_is_one_sentence() -> None:
     with open("/dev/full", "wb") as full:
         code, said = process("stat", str(GOLDEN), out=full.fileno())
