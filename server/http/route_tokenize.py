@@ -74,11 +74,18 @@ async def tokenize(request: Request) -> Response:
     body = await read_body(request, desk.max_body_bytes)
     asked = decode(_tokenize, body)
     desk.check_model(asked.model)
-    tokens = await desk.aside(len(body), _tokens_of, asked, desk.tokenizer)
-    names: list[str] | UnsetType = UNSET
-    if asked.return_token_strs:
-        names = [token_text(desk.tokenizer, token) for token in tokens]
+    tokens, names = await desk.aside(len(body), _tokenized, asked, desk.tokenizer)
     return json_response(Tokenized(len(tokens), desk.model.max_model_len, tokens, names))
+
+
+def _tokenized(
+    asked: TokenizeRequest, tokenizer: Tokenizer
+) -> tuple[list[int], list[str] | UnsetType]:
+    """Tokens, and their texts where these are asked for."""
+    tokens = _tokens_of(asked, tokenizer)
+    if not asked.return_token_strs:
+        return tokens, UNSET
+    return tokens, [token_text(tokenizer, token) for token in tokens]
 
 
 def _tokens_of(asked: TokenizeRequest, tokenizer: Tokenizer) -> list[int]:
@@ -98,7 +105,8 @@ async def detokenize(request: Request) -> Response:
     asked = decode(_detokenize, body)
     desk.check_model(asked.model)
     check_tokens(asked.tokens, desk.tokenizer, "tokens")
-    return json_response(Detokenized(desk.tokenizer.prompt_text(asked.tokens)))
+    text = await desk.aside(len(body), desk.tokenizer.prompt_text, asked.tokens)
+    return json_response(Detokenized(text))
 
 
 async def tokenizer_info(request: Request) -> Response:
