@@ -371,7 +371,8 @@ def test_lookahead_on_smollm2_is_the_same_bit_for_bit() -> None:
     geometry = structs.replace(GEOMETRY, block_size=16)
 
     def run(way: Callable[[Turns, int], Turns]) -> Turns:
-        return way(opened(ModelKernel(model, geometry, sanitize=FULL), DRAWN), 10)
+        kernel = ModelKernel(model, geometry, sanitize=FULL, check=False)
+        return way(opened(kernel, DRAWN), 10)
 
     plain, ahead = run(one_by_one), run(looking_ahead)
     assert ahead.streams == plain.streams

@@ -37,7 +37,7 @@ def check(arguments: Any) -> None:
 
 
 def test_the_bundled_model_calls_where_it_must_through_every_endpoint(tmp_path: Path) -> None:
-    with serving(SMOLLM2, capture=str(tmp_path / "tape.log")) as served:
+    with serving(SMOLLM2, num_blocks=256, capture=str(tmp_path / "tape.log")) as served:
         chat = {"tools": [{"type": "function", "function": WEATHER}], "tool_choice": "required"}
         answer = served.ask(TEXT, max_tokens=100, parallel_tool_calls=False, **chat)
         (choice,) = answer.choices
