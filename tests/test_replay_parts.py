@@ -180,8 +180,8 @@ def test_segments_one_behind_the_other_are_one_tape(
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
     assert main(["-"]) == CLEAN
     assert capsys.readouterr().out.splitlines()[0] == verdict
-    assert main(["-", "--from", "20", "--until", "24"]) == CLEAN
-    assert capsys.readouterr().out.startswith("CLEAN at depth fold from step 20 up to step 24: ")
+    assert main(["-", "--from", "12", "--until", "24"]) == CLEAN
+    assert capsys.readouterr().out.startswith("CLEAN at depth fold from step 11 up to step 24: ")
 
 
 def test_segments_are_joined_wherever_the_reads_fall(
