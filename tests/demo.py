@@ -36,7 +36,7 @@ ANSWER = "The capital of France is Paris."
 CUT_AFTER = 5
 """Pieces of a stream after which its client goes away."""
 START_S = 180
-WAIT_S = 120
+WAIT_S = 300
 BIN = Path(sys.executable).parent
 
 
