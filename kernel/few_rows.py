@@ -1,4 +1,4 @@
-"""A body for steps of few rows: a transformer of Llama's form in two to five launches a layer.
+"""A body for steps of few rows: a transformer of Llama's form in five launches a layer.
 
 Owns which models have that form, what their layers say of themselves, and the comparison with the
 model's own modules before use. mlx-lm's modules make fifteen launches a layer, and MLX takes 3 to
@@ -21,11 +21,9 @@ from mlx.nn.layers.positional_encoding import RoPE
 from mlx_lm.models import llama
 from mlx_lm.models.rope_utils import Llama3RoPE
 
-from . import chain
 from .attention import dispatch
-from .chain import Apart, Chain, LayerWeights, Onward
 from .errors import describe
-from .products import PART, ROWS_MAX, TILE, CudaProducts, Norm, Products, Rope
+from .products import PART, ROWS_MAX, TILE, Norm, Products, Projections, Rope
 from .split import Body
 
 FORMS = (llama.Model,)
@@ -39,11 +37,23 @@ TOLERANCE = 2e-2
 
 @frozen(eq=False)
 class _Layer:
-    """A layer's modules, and what the products are given of it."""
+    """What the products are given of a layer. out, down: weights that lead back from attention and
+    network to what the layer was given.
+    """
 
     attention: Any
     network: Any
-    weights: LayerWeights
+    gates: mx.array
+    out: mx.array
+    down: mx.array
+    before: Norm
+    between: Norm
+    rope: Rope
+
+    @property
+    def projections(self) -> Projections:
+        attention = self.attention
+        return attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight
 
 
 class FewRows:
@@ -57,28 +67,25 @@ class FewRows:
         if self._body.swa_idx is not None:
             raise Unlike("its layers have windows")
         self._layers = [_looked_at(it) for it in self._body.layers]
-        self._apart = Apart(products)
-        self._chain = Chain(products) if isinstance(products, CudaProducts) else None
 
     def __call__(self, tokens: mx.array, cache: Items[Any]) -> mx.array:
         """What leaves the body, [T, 1, D], of tokens [T, 1]."""
         hidden = self._body.embed_tokens(tokens[:, 0])
-        onward, following = self._onward(len(hidden)), self._layers[0].weights
-        heads = self._apart.heads(hidden, following, cache[0].offset)
-        for number, (layer, held) in enumerate(zip(self._layers, cache, strict=True), 1):
-            queries, keys, values = heads
-            read = held.update_and_fetch(keys, values)
-            mixed = dispatch(queries, read[0], read[1], held, layer.attention.scale, None)
-            if number == len(self._layers):
-                hidden = onward.ending(mixed, hidden, layer.weights)
-            else:
-                following, offset = self._layers[number].weights, cache[number].offset
-                hidden, heads = onward.between(mixed, hidden, layer.weights, following, offset)
+        for layer, held in zip(self._layers, cache, strict=True):
+            hidden = self._layer(layer, hidden, held)
         normed: mx.array = self._body.norm(hidden)
         return normed[:, None]
 
-    def _onward(self, rows: int) -> Onward:
-        return self._apart if self._chain is None or rows > chain.ROWS_MAX else self._chain
+    def _layer(self, layer: _Layer, hidden: mx.array, cache: Any) -> mx.array:
+        products = self._products
+        queries, keys, values = products.heads(
+            hidden, layer.before, layer.projections, cache.offset, layer.rope
+        )
+        held = cache.update_and_fetch(keys, values)
+        mixed = dispatch(queries, held[0], held[1], cache, layer.attention.scale, None)
+        hidden = products.added(mixed, layer.out, hidden)
+        gated = products.gated(hidden, layer.between, layer.gates)
+        return products.added(gated, layer.down, hidden)
 
     def ending(self, rows: mx.array) -> Body:
         """The model's own layers, for a step of many rows of which `rows` alone are looked at: the
@@ -104,29 +111,15 @@ class FewRows:
         rng = np.random.default_rng(0)
         layer = self._layers[0]
         for rows in CHECKED_ROWS:
-            far = self._far(layer, rows, rng)
-            if not far <= TOLERANCE:
-                return f"products of {rows} rows differ from the model's own by {far:.2g} of a row"
+            apart = self._apart(layer, rows, rng)
+            if not apart <= TOLERANCE:
+                return (
+                    f"products of {rows} rows differ from the model's own by {apart:.2g} of a row"
+                )
         return ""
 
-    def unchained(self) -> str:
-        """Why its products are left apart, where they could be chained: found by a comparison, and
-        heeded from here on. Empty where they agree, or where nothing chains them.
-        """
-        if self._chain is None:
-            return ""
-        layers = [it.weights for it in self._layers]
-        try:
-            reason = chain.disagreement(self._chain, self._apart, layers)
-        except Exception as error:  # a kernel that does not compile, say
-            reason = describe(error)
-        if reason:
-            self._chain = None
-        return reason
-
-    def _far(self, layer: _Layer, rows: int, rng: np.random.Generator) -> float:
-        attention, network, weights = layer.attention, layer.network, layer.weights
-        products = self._products
+    def _apart(self, layer: _Layer, rows: int, rng: np.random.Generator) -> float:
+        attention, network, products = layer.attention, layer.network, self._products
 
         def random(count: int, width: int) -> mx.array:
             return mx.array(rng.standard_normal((count, width), np.float32)).astype(mx.bfloat16)
@@ -135,18 +128,19 @@ class FewRows:
         width, inner = attention.q_proj.weight.shape[1], network.down_proj.weight.shape[1]
         x, base = random(rows, width) * 3, random(rows, width)
         mixed, gated = random(rows, attention.o_proj.weight.shape[1]), random(rows, inner)
+        out, down, gates = layer.out, layer.down, layer.gates
         made = [
-            *self._apart.heads(x, weights, places),
-            products.added(mixed, weights.out, base),
-            products.gated(x, weights.between, weights.gates),
-            products.added(gated, weights.down, base),
+            *products.heads(x, layer.before, layer.projections, places, layer.rope),
+            products.added(mixed, out, base),
+            products.gated(x, layer.between, gates),
+            products.added(gated, down, base),
         ]
-        normed = mx.fast.rms_norm(x, weights.before.weights, weights.before.eps)
+        normed = mx.fast.rms_norm(x, layer.before.weights, layer.before.eps)
         heads = [
-            it(normed).reshape(rows, -1, 1, weights.rope.dim)
+            it(normed).reshape(rows, -1, 1, layer.rope.dim)
             for it in (attention.q_proj, attention.k_proj, attention.v_proj)
         ]
-        normed = mx.fast.rms_norm(x, weights.between.weights, weights.between.eps)
+        normed = mx.fast.rms_norm(x, layer.between.weights, layer.between.eps)
         wanted = [
             *(attention.rope(it, offset=places) for it in heads[:2]),
             heads[2],
@@ -154,7 +148,7 @@ class FewRows:
             silu(network.gate_proj(normed)) * network.up_proj(normed),
             base + network.down_proj(gated),
         ]
-        return max(chain.distance(one, other) for one, other in zip(made, wanted, strict=True))
+        return max(_far(one, other) for one, other in zip(made, wanted, strict=True))
 
 
 class Unlike(Exception):
@@ -162,8 +156,8 @@ class Unlike(Exception):
 
 
 def few_rows(model: Any, products: Products | None) -> tuple[FewRows | None, str]:
-    """The body for few rows, compared with the model's own; else None. And why it is not used, or
-    takes more launches than it might, where that was not to be expected.
+    """The body for few rows, compared with the model's own; else None, and why where it was
+    expected to be used.
     """
     if products is None:
         return None, ""
@@ -175,7 +169,7 @@ def few_rows(model: Any, products: Products | None) -> tuple[FewRows | None, str
         reason = body.disagreement()
     except Exception as error:  # a kernel that does not compile, say
         reason = describe(error)
-    return (None, reason) if reason else (body, body.unchained())
+    return (None, reason) if reason else (body, "")
 
 
 def _looked_at(block: Any) -> _Layer:
@@ -194,17 +188,16 @@ def _looked_at(block: Any) -> _Layer:
         if type(it) is not RMSNorm or it.weight.dtype != mx.bfloat16:
             raise Unlike(f"{type(it).__name__} stands where an RMSNorm is expected")
         norms.append(Norm(it.weight, float(it.eps)))
-    gates = _gates_of(network)
-    weights = LayerWeights(
-        before=norms[0],
-        projections=(attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight),
-        rope=_rope_of(attention),
+    return _Layer(
+        attention=attention,
+        network=network,
+        gates=_gates_of(network),
         out=attention.o_proj.weight,
-        between=norms[1],
-        gates=gates,
         down=network.down_proj.weight,
+        before=norms[0],
+        between=norms[1],
+        rope=_rope_of(attention),
     )
-    return _Layer(attention, network, weights)
 
 
 def _gates_of(network: Any) -> mx.array:
@@ -230,3 +223,10 @@ def _rope_of(attention: Any) -> Rope:
     if rope.dims != dim or dim % TILE:
         raise Unlike(f"of heads of {dim}, {rope.dims} are turned")
     return Rope(dim, mx.array(rates.astype(np.float32)), bool(rope.traditional))
+
+
+def _far(one: mx.array, other: mx.array) -> float:
+    """The largest distance of two rows, relative to their length."""
+    a, b = (np.array(it.astype(mx.float32)) for it in (one, other))
+    far = np.linalg.norm(a - b, axis=-1) / np.maximum(np.linalg.norm(b, axis=-1), 1e-6)
+    return float(far.max())

@@ -105,17 +105,12 @@ class PlainProducts:
 
 @frozen
 class Source:
-    """A kernel: its name, what it is fed and gives, its body, and the files that this needs.
-
-    shared_memory: bytes of it that a block asks for, beside what the body names.
-    """
+    """A kernel: its name, what it is fed and gives, and the body of it."""
 
     name: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     body: str
-    headers: tuple[str, ...] = HEADERS
-    shared_memory: int = 0
 
 
 T = "__nv_bfloat16"
@@ -132,8 +127,8 @@ def is_large(rows: int, *weights: mx.array) -> bool:
 
 
 def _call(tiles: int) -> str:
-    """The product of `layer`."""
-    fed = "x, (int)x_shape[0], layer"
+    """The product of `layer`, of a width `width`."""
+    fed = "x, (int)x_shape[0], width, layer"
     return f"product<{T}, {tiles}, {WARPS}>({fed});"
 
 
@@ -143,7 +138,7 @@ int width = (int)weights_shape[1];
 Added<{T}> layer{{weights, base, out, width, (int)weights_shape[0]}};
 """
     inputs = ("x", "weights", "base")
-    return Source(named("added", tiles), inputs, ("out",), body + _call(tiles))
+    return _source(("added", tiles), inputs, ("out",), body + _call(tiles))
 
 
 def gated_source(tiles: int, eps: float) -> Source:
@@ -152,35 +147,34 @@ int width = (int)weights_shape[1];
 Gated<{T}> layer{{norm, weights, out, width, (int)weights_shape[0] / 2, {eps!r}f}};
 """
     inputs = ("x", "norm", "weights")
-    return Source(named("gated", tiles, eps.hex()), inputs, ("out",), body + _call(tiles))
+    return _source(("gated", tiles, eps.hex()), inputs, ("out",), body + _call(tiles))
 
 
 def heads_source(tiles: int, eps: float, rope: Rope) -> Source:
+    traditional = str(rope.traditional).lower()
     body = f"""
 int width = (int)queries_shape[1];
-{heads_of(rope)} layer{{
+Heads<{T}, {rope.dim}, {traditional}> layer{{
     norm, queries, keys, values, out_queries, out_keys, out_values, (int)queries_shape[0],
     (int)keys_shape[0], (int)values_shape[0], positions, rates, width, {eps!r}f}};
 """
-    name = named("heads", tiles, eps.hex(), rope.dim, int(rope.traditional))
+    words = ("heads", tiles, eps.hex(), rope.dim, int(rope.traditional))
     inputs = ("x", "norm", "queries", "keys", "values", "positions", "rates")
     outputs = ("out_queries", "out_keys", "out_values")
-    return Source(name, inputs, outputs, body + _call(tiles))
+    return _source(words, inputs, outputs, body + _call(tiles))
 
 
-def heads_of(rope: Rope) -> str:
-    """product.h's word for queries, keys and values."""
-    return f"Heads<{T}, {rope.dim}, {str(rope.traditional).lower()}>"
-
-
-def named(*words: object) -> str:
+def _source(
+    words: Sequence[object], inputs: tuple[str, ...], outputs: tuple[str, ...], body: str
+) -> Source:
     """MLX keeps what it compiled by name: `words` are all that the body depends on."""
-    return "_".join(map(str, words)).translate(str.maketrans(".+-", "___"))
+    name = "_".join(map(str, words)).translate(str.maketrans(".+-", "___"))
+    return Source(name, inputs, outputs, body)
 
 
-def _header(names: Sequence[str]) -> str:
+def header() -> str:
     """Files by path: MLX hashes this text at every call, and not what it includes."""
-    return "".join(f'#include "{SOURCE / name}"\n' for name in names)
+    return "".join(f'#include "{SOURCE / name}"\n' for name in HEADERS)
 
 
 class CudaProducts:
@@ -194,14 +188,14 @@ class CudaProducts:
         if is_large(rows, weights):
             return self._plain.added(x, weights, base)
         source = added_source(tiles_of(rows))
-        return self.launch(source, [x, weights, base], features // TILE, [(rows, features)])[0]
+        return self.launch(source, [x, weights, base], features, [(rows, features)])[0]
 
     def gated(self, x: mx.array, norm: Norm, weights: mx.array) -> mx.array:
         rows, features = len(x), len(weights)
         if is_large(rows, weights):
             return self._plain.gated(x, norm, weights)
         source, inputs = gated_source(tiles_of(rows), norm.eps), [x, norm.weights, weights]
-        return self.launch(source, inputs, features // TILE, [(rows, features // 2)])[0]
+        return self.launch(source, inputs, features, [(rows, features // 2)])[0]
 
     def heads(
         self, x: mx.array, norm: Norm, weights: Projections, positions: mx.array, rope: Rope
@@ -212,17 +206,17 @@ class CudaProducts:
         source = heads_source(tiles_of(rows), norm.eps, rope)
         inputs = [x, norm.weights, *weights, positions, rope.rates]
         shapes = [(rows, len(it) // rope.dim, 1, rope.dim) for it in weights]
-        queries, keys, values = self.launch(source, inputs, features // TILE, shapes)
+        queries, keys, values = self.launch(source, inputs, features, shapes)
         return queries, keys, values
 
     def launch(
-        self, source: Source, inputs: list[mx.array], blocks: int, shapes: Shapes
+        self, source: Source, inputs: list[mx.array], features: int, shapes: Shapes
     ) -> list[mx.array]:
-        """Run a kernel: its outputs, bfloat16."""
+        """Run a kernel: its outputs. features: of all weights."""
         threads = WARPS * 32
         outputs: list[mx.array] = _kernel(source)(
             inputs=inputs,
-            grid=(blocks * threads, 1, 1),
+            grid=(features // TILE * threads, 1, 1),
             threadgroup=(threads, 1, 1),
             output_shapes=shapes,
             output_dtypes=[mx.bfloat16] * len(shapes),
@@ -237,6 +231,5 @@ def _kernel(source: Source) -> Any:
         input_names=list(source.inputs),
         output_names=list(source.outputs),
         source=source.body,
-        header=_header(source.headers),
-        shared_memory=source.shared_memory,
+        header=header(),
     )

@@ -119,34 +119,29 @@ def _poisoned(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
 
 
 class EmulatedProducts(CudaProducts):
-    """CudaProducts, emulated. together: blocks of a chain, which run at once."""
+    """CudaProducts, emulated."""
 
-    def __init__(self, changes: tuple[Change, ...] = (), together: int = 3) -> None:
+    def __init__(self, changes: tuple[Change, ...] = ()) -> None:
         super().__init__()
         self.calls = 0
-        self.together = together
         self._changes = changes
 
     def launch(
-        self, source: Source, inputs: list[mx.array], blocks: int, shapes: Shapes
+        self, source: Source, inputs: list[mx.array], features: int, shapes: Shapes
     ) -> list[mx.array]:
         self.calls += 1
-        together = "counters" in source.inputs
-        files = "".join((products.SOURCE / name).read_text() for name in source.headers)
-        changes = tuple(it for it in self._changes if it[0] in files)
-        kinds = {"positions": "const int*", "rates": "const float*", "counters": "const unsigned*"}
+        kinds = {"positions": "const int*", "rates": "const float*"}
         values = [f"{kinds.get(name, f'const {products.T}*')} {name}" for name in source.inputs]
         values += [f"{products.T}* {name}" for name in source.outputs]
         values += [f"const int* {name}_shape" for name in source.inputs]
         library = _library(
-            ("#define TOGETHER\n" if together else "")
-            + '#include "cuda.h"\n'
-            + _text(source.headers, changes)
+            '#include "cuda.h"\n'
+            + _text(products.HEADERS, self._changes)
             + _entry("run_product", values, source.body)
         )
         outputs = [_poisoned(shape, mx.bfloat16) for shape in shapes]
         told = [mx.array(np.array(it.shape, np.int32)) for it in inputs]
-        grid = (min(blocks, self.together) if together else blocks, 1, products.WARPS * 32)
+        grid = (features // products.TILE, 1, products.WARPS * 32)
         _call(library.run_product, grid, [*inputs, *outputs, *told])
         return outputs
 

@@ -1,5 +1,5 @@
-// The words of decode.h, tensor.h, product.h, chain.h and sample.h in CUDA. The tests' emulator has
-// its own for most of them.
+// The words of decode.h, tensor.h, product.h and sample.h in CUDA. The tests' emulator has its own
+// for most of them.
 #pragma once
 #ifndef EMULATED
 #define FN __device__ __forceinline__
@@ -14,32 +14,6 @@ FN uint4 load16(const void* at) {
   uint4 r;  // read once: past the first cache
   asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
                : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(at));
-  return r;
-}
-// 16 bytes on their way to shared memory, zeros if not `there`; all that were asked for until
-// `copies_end` are a group, of which `copies_wait` leaves the newest LEFT on their way. A thread sees
-// its own.
-FN void copy16(uint4* to, const void* from, bool there) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-               :: "r"((unsigned)__cvta_generic_to_shared(to)), "l"(from), "r"(there ? 16 : 0)
-               : "memory");
-}
-FN void copies_end() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int LEFT> FN void copies_wait() {
-  asm volatile("cp.async.wait_group %0;" :: "n"(LEFT) : "memory");
-}
-// The shared memory that a launch asks for.
-FN uint4* shared_words() {
-  extern __shared__ uint4 words[];
-  return words;
-}
-// What this thread read and wrote, and what its block did before it met, stands before what follows,
-// for the whole device.
-FN void fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
-// A counter that other blocks change, as it is now.
-FN unsigned seen(const unsigned* at) {
-  unsigned r;
-  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(r) : "l"(at) : "memory");
   return r;
 }
 FN uint4 load16_again(const void* at) { return *reinterpret_cast<const uint4*>(at); }

@@ -8,7 +8,6 @@
 // What a tile's rows are, and what becomes of its sums, is said by a struct:
 //   row(tile, half, at)              where row `at` of 16 of either half of a tile begins
 //   finish(tile, at, m, low, high)   the sums of row `at` of both halves with row m of x
-//   tiles(), width                   how many there are; of a row of weights
 //   NORMED, norm(), eps()            whether x is to be normed (RMSNorm), by which weights
 // Rows are normed on the way: their numbers times the norm's weights go into the product, their
 // squares are summed beside it, and the sums are divided in the end.
@@ -34,25 +33,17 @@ template <typename T> FN void multiply_part(float (&sums)[2][4], const uint4 (&w
     multiply(sums[half], p.z, q.z, p.w, q.w, b.z, b.w, T());
   }
 }
-// The rows of a tile's weights that a lane reads: `line` and `line` + 8 of either half.
-template <typename T> struct Rows {
-  const T* rows[4];
-  int parts;
-
-  template <typename Layer> FN void begin(const Layer& layer, int tile, int lane) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      rows[i] = layer.row(tile, i / 2, lane / 4 + i % 2 * 8) + lane % 4 * 8;
-    parts = layer.width / PART;
-  }
-};
-template <typename T, int TILES> struct ProductWarp {
+template <typename T, int TILES, typename Layer> struct ProductWarp {
   enum { PARTS = 2 };  // on their way while as many are multiplied
+  uint4 weights[PARTS][4];
   float sums[TILES][2][4], squares[TILES];
+  const T* rows[4];    // this lane's, of A's rows: `line` and `line` + 8 of either half
   int line, column;
 
-  FN void begin(int lane) {
+  FN void begin(const Layer& layer, int tile, int lane) {
     line = lane / 4; column = lane % 4;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) rows[i] = layer.row(tile, i / 2, line + i % 2 * 8) + column * 8;
 #pragma unroll
     for (int t = 0; t < TILES; ++t) {
       squares[t] = 0.0f;
@@ -60,17 +51,16 @@ template <typename T, int TILES> struct ProductWarp {
       for (int i = 0; i < 8; ++i) sums[t][i / 4][i % 4] = 0.0f;
     }
   }
-  FN void load(uint4 (&into)[PARTS][4], const Rows<T>& from, int first) const {
+  FN void load(uint4 (&into)[PARTS][4], int first, int parts) const {
 #pragma unroll
     for (int j = 0; j < PARTS; ++j)
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        into[j][i] = first + j < from.parts ? load16(from.rows[i] + (first + j) * PART)
-                                            : make_uint4(0, 0, 0, 0);
+        into[j][i] = first + j < parts ? load16(rows[i] + (first + j) * PART)
+                                       : make_uint4(0, 0, 0, 0);
   }
-  template <typename Layer>
-  FN void multiply_parts(const Layer& layer, const T* x, int count, const uint4 (&weights)[PARTS][4],
-                         int first, int parts) {
+  FN void multiply_parts(const Layer& layer, const T* x, int count, int width, int first,
+                         int parts) {
 #pragma unroll
     for (int j = 0; j < PARTS; ++j) {
       const uint4 (&w)[4] = weights[j];
@@ -80,7 +70,7 @@ template <typename T, int TILES> struct ProductWarp {
 #pragma unroll
       for (int t = 0; t < TILES; ++t) {
         int m = t * 8 + line;
-        uint4 b = m < count && there ? load16_again(x + (long)m * layer.width + at)
+        uint4 b = m < count && there ? load16_again(x + (long)m * width + at)
                                      : make_uint4(0, 0, 0, 0);
         if (Layer::NORMED) b = normed_four<T>(b, by, squares[t]);
         multiply_part<T>(sums[t], w, b);
@@ -88,69 +78,50 @@ template <typename T, int TILES> struct ProductWarp {
     }
   }
   // All parts that are this warp's: every `warps`-th run of PARTS.
-  template <typename Layer>
-  FN void walk(const Layer& layer, const T* x, int count, int warp, int warps,
-               const Rows<T>& from) {
-    int stride = warps * PARTS;
-    uint4 weights[PARTS][4], next[PARTS][4];
-    load(next, from, warp * PARTS);
-    for (int first = warp * PARTS; first < from.parts; first += stride) {
+  FN void walk(const Layer& layer, const T* x, int count, int width, int warp, int warps) {
+    int parts = width / PART, stride = warps * PARTS;
+    uint4 next[PARTS][4];
+    load(next, warp * PARTS, parts);
+    for (int first = warp * PARTS; first < parts; first += stride) {
 #pragma unroll
       for (int i = 0; i < PARTS * 4; ++i) weights[i / 4][i % 4] = next[i / 4][i % 4];
-      load(next, from, first + stride);
-      multiply_parts(layer, x, count, weights, first, from.parts);
+      load(next, first + stride, parts);
+      multiply_parts(layer, x, count, width, first, parts);
     }
-    share_squares<Layer>();
-  }
-  template <typename Layer> FN void share_squares() {
     if (Layer::NORMED)
 #pragma unroll
       for (int t = 0; t < TILES; ++t)
         for (int reach = 1; reach < 4; reach *= 2) squares[t] += shuffle_xor(squares[t], reach);
   }
 };
-// Where a block's warps put together what they have for 8 rows of x.
-template <int WARPS> struct Merge {
-  enum { LINE = 33 };  // one more than it holds: columns then lie in different banks
-  float sums[WARPS][8][LINE], squares[WARPS][8];
 
-  template <typename T, int TILES>
-  FN void give(const ProductWarp<T, TILES>& from, int t, int warp) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i)
-      sums[warp][from.column * 2 + i % 2][from.line + i / 2 * 8] = from.sums[t][i / 4][i % 4];
-    if (from.column == 0) squares[warp][from.line] = from.squares[t];
-  }
-  template <typename Layer> FN void finish(const Layer& layer, int tile, int t, int count) const {
-    int at = threadIdx.x % 16, m = threadIdx.x / 16;
-    if (m >= 8 || t * 8 + m >= count) return;
-    float low = 0.0f, high = 0.0f, square = 0.0f;
-    for (int w = 0; w < WARPS; ++w) {
-      low += sums[w][m][at];
-      high += sums[w][m][at + 16];
-      square += squares[w][m];
-    }
-    float scale = Layer::NORMED ? inverse_root(square / layer.width + layer.eps()) : 1.0f;
-    layer.finish(tile, at, t * 8 + m, low * scale, high * scale);
-  }
-};
-
-// x: [count, layer.width], count up to 8 * TILES. Grid: a block a tile.
+// x: [count, width], count up to 8 * TILES. Grid: a block a tile.
 template <typename T, int TILES, int WARPS, typename Layer>
-FN void product(const T* x, int count, const Layer& layer) {
-  __shared__ Merge<WARPS> merge;
+FN void product(const T* x, int count, int width, const Layer& layer) {
+  enum { LINE = 33 };  // one more than it holds: columns then lie in different banks
+  __shared__ float merged[WARPS][8][LINE], squares[WARPS][8];
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  Rows<T> rows;
-  ProductWarp<T, TILES> mine;
-  rows.begin(layer, blockIdx.x, lane);
-  mine.begin(lane);
-  mine.walk(layer, x, count, warp, WARPS, rows);
+  ProductWarp<T, TILES, Layer> mine;
+  mine.begin(layer, blockIdx.x, lane);
+  mine.walk(layer, x, count, width, warp, WARPS);
 #pragma unroll
   for (int t = 0; t < TILES; ++t) {
     __syncthreads();
-    merge.give(mine, t, warp);
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      merged[warp][mine.column * 2 + i % 2][mine.line + i / 2 * 8] = mine.sums[t][i / 4][i % 4];
+    if (mine.column == 0) squares[warp][mine.line] = mine.squares[t];
     __syncthreads();
-    merge.finish(layer, blockIdx.x, t, count);
+    int at = threadIdx.x % 16, m = threadIdx.x / 16;
+    if (m >= 8 || t * 8 + m >= count) continue;
+    float low = 0.0f, high = 0.0f, square = 0.0f;
+    for (int w = 0; w < WARPS; ++w) {
+      low += merged[w][m][at];
+      high += merged[w][m][at + 16];
+      square += squares[w][m];
+    }
+    float scale = Layer::NORMED ? inverse_root(square / width + layer.eps()) : 1.0f;
+    layer.finish(blockIdx.x, at, t * 8 + m, low * scale, high * scale);
   }
 }
 
@@ -164,7 +135,6 @@ template <typename T> struct Added {
 
   FN const T* norm() const { return weights; }
   FN float eps() const { return 0.0f; }
-  FN int tiles() const { return features / 32; }
   FN const T* row(int tile, int half, int at) const {
     return weights + (long)(tile * 32 + half * 16 + at) * width;
   }
@@ -186,7 +156,6 @@ template <typename T> struct Gated {
 
   FN const T* norm() const { return norm_weights; }
   FN float eps() const { return norm_eps; }
-  FN int tiles() const { return features / 16; }
   FN const T* row(int tile, int half, int at) const {
     return weights + (long)((half ? features : 0) + tile * 16 + at) * width;
   }
@@ -212,7 +181,6 @@ template <typename T, int DIM, bool TRADITIONAL> struct Heads {
 
   FN const T* norm() const { return norm_weights; }
   FN float eps() const { return norm_eps; }
-  FN int tiles() const { return (query_features + key_features + value_features) / 32; }
   // Which of the three a tile is of; makes it a number among these.
   FN int of(int& tile) const {
     if (tile < query_features / 32) return QUERIES;

@@ -1,6 +1,6 @@
 """A GPU at a glance: logits over pages against mlx-lm's caches, then times of real shapes.
 
-`python -m tests.bench.device [PART ...]`, the parts stand in `main`; all of them by default.
+`python -m tests.bench.device [checks|whole|layer|steps|prefill|memory|more ...]`; all by default.
 Random weights in bfloat16: times do not depend on them. `tables` is attention by a kernel that
 reads block tables, where this device has one; `gather` is what serves without it.
 """
@@ -32,7 +32,7 @@ from server.policy import Policy  # noqa: E402
 from server.submission import Submission, Update  # noqa: E402
 from statemachine.geometry import Geometry, Group  # noqa: E402
 from statemachine.records import Parameters  # noqa: E402
-from tests.bench import device_chain, device_more  # noqa: E402
+from tests.bench import device_more  # noqa: E402
 from tests.bench.device_check import check, check_lookahead, device_dialect  # noqa: E402
 from tests.bench.device_layer import layers  # noqa: E402
 from tests.bench.device_whole import check_draft, check_few_rows, check_states  # noqa: E402
@@ -227,25 +227,12 @@ def more() -> None:
         mx.clear_cache()
 
 
-def chain() -> None:
-    """What stands in device_chain.py, of both shapes."""
-    for name, shape in SHAPES.items():
-        model = make(shape)
-        dialect, reason = device_dialect(model)
-        if dialect is None:
-            print(f"no tables: {reason}")
-            return
-        device_chain.chained(name, model, dialect)
-        del model
-        mx.clear_cache()
-
-
 def main() -> None:
     """Checks, then tables."""
     print(mx.default_device(), mx.device_info().get("device_name", ""))
     parts = {"checks": (check, check_lookahead), "layer": (layers,), "steps": (steps,)}
     parts |= {"whole": (check_few_rows, check_states, check_draft)}
-    parts |= {"prefill": (prefill,), "memory": (memory,), "more": (more,), "chain": (chain,)}
+    parts |= {"prefill": (prefill,), "memory": (memory,), "more": (more,)}
     for name in sys.argv[1:] or parts:
         for part in parts[name]:
             part()

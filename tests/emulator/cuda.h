@@ -4,19 +4,15 @@
 
 #define EMULATED
 #define FN inline
-#define __shared__ OF_BLOCK
+#define __shared__ static
 typedef BFloat __nv_bfloat16;
 typedef Half __half;
 struct uint4 { unsigned x, y, z, w; };
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 inline void barrier() { emulator::barrier(); }
 inline void __syncthreads() { emulator::barrier(); }
-inline void fence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
-inline void __threadfence() { fence(); }
-inline unsigned atomicAdd(unsigned* at, unsigned x) {
-  return __atomic_fetch_add(at, x, __ATOMIC_RELAXED);
-}
-using emulator::seen;
+inline void __threadfence() {}
+inline unsigned atomicAdd(unsigned* at, unsigned x) { unsigned was = *at; *at += x; return was; }
 inline float shuffle_xor(float x, int reach) { return emulator::shuffle_xor(x, reach); }
 inline float fetched(const float* at) { return *at; }
 inline void fetch_four(const float* at, float* into) {
@@ -30,22 +26,6 @@ inline uint4 load16(const void* at) {
   return x;
 }
 inline uint4 load16_again(const void* at) { return load16(at); }
-// Copies are made as late as they may be.
-inline void copy16(uint4* to, const void* from, bool there) {
-  emulator::aligned(to, 16);
-  emulator::fibers[emulator::current].copies.back().push_back(
-      [=] { *to = there ? load16(from) : make_uint4(0, 0, 0, 0); });
-}
-inline void copies_end() { emulator::fibers[emulator::current].copies.push_back({}); }
-template <int LEFT> inline void copies_wait() {
-  auto& groups = emulator::fibers[emulator::current].copies;
-  for (; groups.size() > LEFT + 1; groups.pop_front())
-    for (auto& copy : groups.front()) copy();
-}
-inline uint4* shared_words() {
-  alignas(16) OF_BLOCK uint4 words[1 << 13];
-  return words;
-}
 inline float cosine(float x) { return std::cos(x); }
 inline float sine(float x) { return std::sin(x); }
 using emulator::bits_of;

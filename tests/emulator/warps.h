@@ -1,49 +1,31 @@
 // Blocks of warps on a CPU, one fiber a thread of the GPU: enough to run kernel/paged_source.
 //
 // Threads run in turn until they meet at a barrier of their block or exchange numbers with their
-// warp. Blocks run one after the other; all at once, each in a thread of its own, where TOGETHER is
-// defined. A load that is not aligned to its size ends the program.
+// warp. Blocks run one after the other. A load that is not aligned to its size ends the program.
 #pragma once
 #include <ucontext.h>
 
-#include <atomic>
-#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <deque>
 #include <functional>
-#include <thread>
 #include <vector>
 
-#ifdef TOGETHER
-#define OF_BLOCK static thread_local
-#else
-#define OF_BLOCK static
-#endif
-
 struct Index3 { int x, y, z; };
-OF_BLOCK Index3 threadIdx, blockIdx;
-static Index3 gridDim, blockDim;
+static Index3 threadIdx, blockIdx, gridDim, blockDim;
 
 namespace emulator {
 struct Meeting { int arrived = 0; long round = 0; };
-struct Fiber {
-  ucontext_t context;
-  std::vector<char> stack;
-  bool done;
-  int exchanges;
-  std::deque<std::vector<std::function<void()>>> copies;  // not yet made, by group
-};
+struct Fiber { ucontext_t context; std::vector<char> stack; bool done; int exchanges; };
 
+static std::vector<Fiber> fibers;
+static ucontext_t scheduler;
+static int current;
 static std::function<void()> body;
-OF_BLOCK std::vector<Fiber> fibers;
-OF_BLOCK ucontext_t scheduler;
-OF_BLOCK int current;
-OF_BLOCK Meeting warp_meetings[32], block_meeting;
-OF_BLOCK unsigned numbers[32][2][32][8];  // of a warp, this exchange's and the last one's, by lane
+static Meeting warp_meetings[32], block_meeting;
+static unsigned numbers[32][2][32][8];  // of a warp, this exchange's and the last one's, by lane
 
 inline void fail(const char* what) { std::fprintf(stderr, "emulator: %s\n", what); std::abort(); }
 
@@ -79,7 +61,6 @@ inline void run_block(int threads) {
     fiber.stack.resize(1 << 16);
     fiber.done = false;
     fiber.exchanges = 0;
-    fiber.copies.assign(1, {});
     getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = fiber.stack.data();
     fiber.context.uc_stack.ss_size = fiber.stack.size();
@@ -102,27 +83,11 @@ inline void launch(int columns, int rows, int threads, std::function<void()> wha
   body = what;
   gridDim = {columns, rows, 1};
   blockDim = {threads, 1, 1};
-  std::vector<std::thread> others;
   for (int y = rows; y-- > 0;)
     for (int x = columns; x-- > 0;) {
-      auto run = [=] {
-        blockIdx = {x, y, 0};
-        run_block(threads);
-      };
-#ifdef TOGETHER
-      others.emplace_back(run);
-#else
-      run();
-#endif
+      blockIdx = {x, y, 0};
+      run_block(threads);
     }
-  for (auto& it : others) it.join();
-}
-// A number that other blocks change.
-inline unsigned seen(const unsigned* at) {
-  static std::atomic<long> turns{0};
-  if (++turns > 10000000) fail("a block waits for others for ever");
-  std::this_thread::sleep_for(std::chrono::microseconds(20));
-  return __atomic_load_n(at, __ATOMIC_SEQ_CST);
 }
 inline void aligned(const void* at, int bytes) {
   if (reinterpret_cast<std::uintptr_t>(at) % bytes) fail("a load is not aligned");
