@@ -37,8 +37,8 @@ from .table import Table
 
 ANSWER_TOKENS = 600
 FOLDER_ROUNDS = 20
-SEGMENT_BYTES = 300_000
-"""Ends of segments come at each round's end, or so: a checkpoint holds what is live."""
+SEGMENT_BYTES = 1_500_000
+"""Behind a checkpoint of half as much, which each pass begins with."""
 REPEATS = 5
 ROWS_MIN = 10_000
 ROWS_MAX = 100_000
