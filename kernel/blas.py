@@ -16,6 +16,7 @@ import functools
 import logging
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import metadata
@@ -39,6 +40,15 @@ from Python and from all else that runs on it; at 0 each product wakes threads u
 """
 PACKAGE = "ngsolve-openblas"
 """The PyPI package of the `cpu` extra: plain symbol names, kernels chosen at run time."""
+_TRIAL = """
+import ctypes, sys
+one = ctypes.c_float(1)
+multiply = ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL).cblas_sgemm
+scale, number = ctypes.c_float(1), ctypes.byref(one)
+multiply(101, 111, 111, 1, 1, 1, scale, number, 1, number, 1, scale, number, 1)
+sys.exit(one.value != 2)
+"""
+"""1 x 1 + 1, row by row, nothing turned."""
 DISTRIBUTION_NAMES = ("libopenblas.so.0", "libopenblas.so")
 GFORTRAN = b"libgfortran.so.5"
 
@@ -75,6 +85,8 @@ def _load_linux() -> str:
             "slower: call kernel.blas.load_blas() before the first import of mlx"
         )
     for candidate in _candidates():
+        if "mkl" in Path(candidate).name and not _multiplies(candidate):
+            continue
         if _load_global(candidate) and (found := _describe(ctypes.CDLL(None))) is not None:
             log.info("BLAS: %s from %s", found, candidate)
             return found
@@ -105,6 +117,18 @@ def _of_package(package: str, pattern: str) -> Iterator[str]:
     if _installed(package):
         files = metadata.files(package) or ()
         yield from (str(file.locate()) for file in files if re.fullmatch(pattern, file.name))
+
+
+def _multiplies(mkl: str) -> bool:
+    """Whether oneMKL works here, found out by another process: where files or settings do not fit
+    each other, it ends the process that first calls it.
+    """
+    command = [sys.executable, "-I", "-c", _TRIAL, mkl]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        told = " ".join((done.stdout + done.stderr).split()) or f"exit status {done.returncode}"
+        log.warning("oneMKL is installed and does not work, so it is left out: %s", told)
+    return done.returncode == 0
 
 
 def _load_global(library: str) -> bool:

@@ -66,3 +66,13 @@ if LINUX_CPU:
         for depth in ("fold", "plan", "forward", "reference"):
             command = [str(scripts / "replay"), str(tape), "--depth", depth]
             assert run_client(command, tmp_path, **settings).startswith(f"CLEAN at depth {depth}: ")
+
+    @pytest.mark.parametrize(
+        "given",
+        [{"MKL_THREADING_LAYER": "TBB"}, {"MKL_INTERFACE_LAYER": "GNU"}],
+    )
+    def test_where_onemkl_would_end_the_process_openblas_is_used(
+        tmp_path: Path, shown: str, given: dict[str, str]
+    ) -> None:
+        out = run_python(tmp_path, shown, f"{LOAD}; print(name)", **given)
+        assert out.startswith("OpenBLAS ")
