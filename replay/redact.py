@@ -54,7 +54,7 @@ def redact(
     """Write a tape without its tokens and texts. `key`: a secret one, if it is None. Raises
     Unusable; then nothing is left at `output`.
     """
-    check_output(output)
+    check_output(output, path)
     if path == STDIN:
         keep_stdin()
     header = read_header(path)

@@ -12,7 +12,7 @@ from statemachine.records import Gap, Record, StepDone, StepFailed, StepPlanned,
 
 from .errors import Unusable
 from .report import json_text, verdict
-from .rewrite import NewTape, new_tape, rewriting_parser
+from .rewrite import NewTape, check_output, new_tape, rewriting_parser
 from .run import CLEAN, DIVERGED, Options, replay
 from .salvage import Loss, Salvage
 from .words import plural
@@ -48,6 +48,7 @@ class RepairReport(Struct, frozen=True, kw_only=True):
 
 def repair(path: str, output: str, resume: bool = False) -> RepairReport:
     """Write what can be kept of a tape. Raises Unusable; then nothing is left at `output`."""
+    check_output(output, path)
     with new_tape(output) as tape:
         salvage = Salvage(path)
         copy = _Copy(tape, resume)

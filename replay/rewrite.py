@@ -70,8 +70,15 @@ def rewriting_parser(
     return parser
 
 
-def check_output(output: str) -> None:
-    """Raise Unusable where there is something at that path already."""
+def check_output(output: str, tape: str) -> None:
+    """Raise Unusable where no new tape may be made of another: there is something already, or it
+    would stand among the other's segments.
+    """
+    _require_nothing(output)
+    check_place(tape, output)
+
+
+def _require_nothing(output: str) -> None:
     if os.path.lexists(output):
         raise Unusable(f"{output} is there already, and nothing is written over: give another name")
 
@@ -97,7 +104,7 @@ def new_tape(output: str) -> Iterator[NewTape]:
     """A tape that stands at `output` once the block ends without an error; compressed where that
     ends in .zst. Raises Unusable where there is something already, or it cannot be written.
     """
-    check_output(output)
+    _require_nothing(output)
     place = Path(output)
     suffix = COMPRESSED if output.endswith(COMPRESSED) else ""
     try:
@@ -112,7 +119,7 @@ def new_tape(output: str) -> Iterator[NewTape]:
     try:
         yield tape
         tape.close()
-        check_output(output)
+        _require_nothing(output)
         os.replace(beside, place)
     except OSError as error:
         raise Unusable(f"{output} cannot be written: {error.strerror}") from error

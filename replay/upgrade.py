@@ -47,7 +47,7 @@ def upgrade(path: str, output: str | None) -> UpgradeReport:
     Unusable; then nothing is left at `output`.
     """
     if output is not None:
-        check_output(output)
+        check_output(output, path)
     if path == STDIN:
         keep_stdin()
     old = read_header(path).format

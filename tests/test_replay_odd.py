@@ -240,3 +240,14 @@ def test_output_that_cannot_be_written_is_one_sentence() -> None:
         code, said = process("stat", str(GOLDEN), out=full.fileno())
     assert code == UNUSABLE
     assert said == "replay: No space left on device\n"
+
+
+@pytest.mark.parametrize("command", ["repair", "redact", "upgrade", "minimize"])
+def test_no_new_tape_is_put_among_the_segments_of_the_one_it_is_made_of(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "000001-00000.tape").write_bytes(GOLDEN.read_bytes())
+    new = tmp_path / "new.tape"
+    said = refused(capsys, command, str(tmp_path), "-o", str(new))
+    assert f"{new} would be read as a part of {tmp_path}: give it another place" in said
+    assert not new.exists()
