@@ -20,24 +20,9 @@ class Supply:
         """spared: cached blocks that are not evicted."""
         self._state = state
         self._group = group
-        self._spared = spared
-        self._blocks = self._walk()
         self.taken = 0
         self.evictions: list[ev.BlockEvicted] = []
-
-    def _walk(self) -> Iterator[int]:
-        group = self._state.groups[self._group]
-        for position in range(group.free.head, group.free.tail):
-            block = group.free.items.get(position)
-            if block is not None:
-                yield block
-        yield from range(group.unused, self._state.geometry.groups[self._group].num_blocks)
-        for position in range(group.cached.head, group.cached.tail):
-            block = group.cached.items.get(position)
-            if block is not None and block not in self._spared:
-                entry = self._state.entries[group.blocks[block].entry]
-                self.evictions.append(ev.BlockEvicted(self._group, block, entry.key))
-                yield block
+        self._blocks = _walk(state, group, spared, self.evictions)
 
     def take(self, count: int) -> tuple[int, ...]:
         """The next `count` blocks. Raises PoolExhausted."""
@@ -54,5 +39,26 @@ class Supply:
 
     def drain(self) -> list[ev.BlockEvicted]:
         """Evictions that are due before the next append."""
-        due, self.evictions = self.evictions, []
+        due = self.evictions.copy()
+        self.evictions.clear()
         return due
+
+
+def _walk(
+    state: State, number: int, spared: frozenset[int], evictions: list[ev.BlockEvicted]
+) -> Iterator[int]:
+    """Blocks of a group, with the evictions that they need. No method of what holds it: a cycle
+    would keep a state of each step until Python collects garbage.
+    """
+    group = state.groups[number]
+    for position in range(group.free.head, group.free.tail):
+        block = group.free.items.get(position)
+        if block is not None:
+            yield block
+    yield from range(group.unused, state.geometry.groups[number].num_blocks)
+    for position in range(group.cached.head, group.cached.tail):
+        block = group.cached.items.get(position)
+        if block is not None and block not in spared:
+            entry = state.entries[group.blocks[block].entry]
+            evictions.append(ev.BlockEvicted(number, block, entry.key))
+            yield block

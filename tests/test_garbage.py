@@ -80,3 +80,18 @@ def test_an_engine_tidies_once_whenever_nothing_is_left_to_do(
         assert not tidied.acquire(timeout=0.1)
     finally:
         engine.stop(WAIT_S)
+
+
+@pytest.mark.usefixtures("settled")
+def test_steps_leave_nothing_for_the_collector_to_find() -> None:
+    parts = Parts(FakeKernel(SMALL), POLICY)
+    engine = Engine(lambda: parts)
+    engine.open()
+    gc.collect()
+    for number in range(12):
+        engine.submit(Submission((1, 2, 3, number), Parameters(20)), lambda _update: None)
+    while engine.step():
+        pass
+    assert engine.next_step > 20
+    assert gc.collect() == 0
+    engine.stop()
