@@ -16,6 +16,8 @@ from server.engine import Engine
 from server.parts import Parts
 from server.submission import Submission
 from statemachine.records import Parameters
+from statemachine.state import new_state
+from statemachine.supply import Supply
 
 from .sim import POLICY, SMALL
 
@@ -83,15 +85,9 @@ def test_an_engine_tidies_once_whenever_nothing_is_left_to_do(
 
 
 @pytest.mark.usefixtures("settled")
-def test_steps_leave_nothing_for_the_collector_to_find() -> None:
-    parts = Parts(FakeKernel(SMALL), POLICY)
-    engine = Engine(lambda: parts)
-    engine.open()
-    gc.collect()
-    for number in range(12):
-        engine.submit(Submission((1, 2, 3, number), Parameters(20)), lambda _update: None)
-    while engine.step():
-        pass
-    assert engine.next_step > 20
-    assert gc.collect() == 0
-    engine.stop()
+def test_what_a_plan_takes_blocks_from_goes_with_the_plan_and_not_with_a_collection() -> None:
+    supply = Supply(new_state(SMALL), 0)
+    assert supply.take(2) == (0, 1)
+    held = weakref.ref(supply)
+    del supply
+    assert held() is None
