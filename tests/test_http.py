@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import httpx
@@ -17,7 +16,7 @@ from server.submission import ERROR, LENGTH, RequestRefused
 
 from .fake_engine import END, WAIT_S, FakeEngine, byte_tokenizer
 from .http_server import LiveServer, live_server
-from .scripted_http import MODEL, SETTINGS, Connect, RawClient, chat, error_of, post
+from .scripted_http import MODEL, SETTINGS, Connect, chat, clients_of, error_of, post
 
 
 @pytest.fixture(autouse=True)
@@ -41,15 +40,8 @@ def server(engine: FakeEngine) -> Iterator[LiveServer]:
 
 @pytest.fixture
 def connect(server: LiveServer) -> Iterator[Connect]:
-    """Clients that are closed after the test, if not before."""
-    with ExitStack() as stack:
-
-        def opened(body: dict[str, Any]) -> RawClient:
-            client = RawClient(server.host, server.port, body)
-            stack.callback(client.socket.close)
-            return client
-
-        yield opened
+    with clients_of(server) as connect:
+        yield connect
 
 
 def test_a_dead_engine_answers_503_everywhere(server: LiveServer, engine: FakeEngine) -> None:
