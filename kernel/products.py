@@ -20,7 +20,6 @@ from .fastmath import SWIGLU
 
 SOURCE = Path(__file__).parent / "paged_source"
 HEADERS = ("cuda.h", "product.h")
-WARPS = 8
 ROWS_MAX = 64
 TILE = 32
 """Rows of weights that a warp takes; product.h's."""
@@ -105,15 +104,24 @@ class PlainProducts:
 
 @frozen
 class Source:
-    """A kernel: its name, what it is fed and gives, and the body of it."""
+    """A kernel: its name, warps of a block, what it is fed and gives, and the body of it."""
 
     name: str
+    warps: int
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     body: str
 
 
 T = "__nv_bfloat16"
+
+
+def warps_of(tiles: int) -> int:
+    """Of a block. An H200 has about as many multiprocessors as some weights have tiles: a block
+    alone on its own must have enough of them on their way. Sixteen warps find no room for the
+    sums of many rows.
+    """
+    return 16 if tiles == 1 else 8
 
 
 def tiles_of(rows: int) -> int:
@@ -126,19 +134,13 @@ def is_large(rows: int, *weights: mx.array) -> bool:
     return rows > LARGE_ROWS and sum(it.size for it in weights) >= LARGE
 
 
-def _call(tiles: int) -> str:
-    """The product of `layer`, of a width `width`."""
-    fed = "x, (int)x_shape[0], width, layer"
-    return f"product<{T}, {tiles}, {WARPS}>({fed});"
-
-
 def added_source(tiles: int) -> Source:
     body = f"""
 int width = (int)weights_shape[1];
 Added<{T}> layer{{weights, base, out, width, (int)weights_shape[0]}};
 """
     inputs = ("x", "weights", "base")
-    return _source(("added", tiles), inputs, ("out",), body + _call(tiles))
+    return _source("added", tiles, (), inputs, ("out",), body)
 
 
 def gated_source(tiles: int, eps: float) -> Source:
@@ -147,7 +149,7 @@ int width = (int)weights_shape[1];
 Gated<{T}> layer{{norm, weights, out, width, (int)weights_shape[0] / 2, {eps!r}f}};
 """
     inputs = ("x", "norm", "weights")
-    return _source(("gated", tiles, eps.hex()), inputs, ("out",), body + _call(tiles))
+    return _source("gated", tiles, (eps.hex(),), inputs, ("out",), body)
 
 
 def heads_source(tiles: int, eps: float, rope: Rope) -> Source:
@@ -158,18 +160,27 @@ Heads<{T}, {rope.dim}, {traditional}> layer{{
     norm, queries, keys, values, out_queries, out_keys, out_values, (int)queries_shape[0],
     (int)keys_shape[0], (int)values_shape[0], positions, rates, width, {eps!r}f}};
 """
-    words = ("heads", tiles, eps.hex(), rope.dim, int(rope.traditional))
+    words = (eps.hex(), rope.dim, int(rope.traditional))
     inputs = ("x", "norm", "queries", "keys", "values", "positions", "rates")
     outputs = ("out_queries", "out_keys", "out_values")
-    return _source(words, inputs, outputs, body + _call(tiles))
+    return _source("heads", tiles, words, inputs, outputs, body)
 
 
 def _source(
-    words: Sequence[object], inputs: tuple[str, ...], outputs: tuple[str, ...], body: str
+    kind: str,
+    tiles: int,
+    words: Sequence[object],
+    inputs: tuple[str, ...],
+    outputs: tuple[str, ...],
+    layer: str,
 ) -> Source:
-    """MLX keeps what it compiled by name: `words` are all that the body depends on."""
-    name = "_".join(map(str, words)).translate(str.maketrans(".+-", "___"))
-    return Source(name, inputs, outputs, body)
+    """The product of `layer`, of a width `width`. MLX keeps what it compiled by name: `words` are
+    all that the layer depends on.
+    """
+    name = "_".join(map(str, (kind, tiles, *words))).translate(str.maketrans(".+-", "___"))
+    warps = warps_of(tiles)
+    body = f"{layer}product<{T}, {tiles}, {warps}>(x, (int)x_shape[0], width, layer);"
+    return Source(name, warps, inputs, outputs, body)
 
 
 def header() -> str:
@@ -213,7 +224,7 @@ class CudaProducts:
         self, source: Source, inputs: list[mx.array], features: int, shapes: Shapes
     ) -> list[mx.array]:
         """Run a kernel: its outputs. features: of all weights."""
-        threads = WARPS * 32
+        threads = source.warps * 32
         outputs: list[mx.array] = _kernel(source)(
             inputs=inputs,
             grid=(features // TILE * threads, 1, 1),

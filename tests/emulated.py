@@ -141,7 +141,7 @@ class EmulatedProducts(CudaProducts):
         )
         outputs = [_poisoned(shape, mx.bfloat16) for shape in shapes]
         told = [mx.array(np.array(it.shape, np.int32)) for it in inputs]
-        grid = (features // products.TILE, 1, products.WARPS * 32)
+        grid = (features // products.TILE, 1, source.warps * 32)
         _call(library.run_product, grid, [*inputs, *outputs, *told])
         return outputs
 
