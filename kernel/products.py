@@ -118,8 +118,8 @@ T = "__nv_bfloat16"
 
 def warps_of(tiles: int) -> int:
     """Of a block. An H200 has about as many multiprocessors as some weights have tiles: a block
-    alone on its own must have enough of them on their way. Sixteen warps find no room for the
-    sums of many rows.
+    that has one for itself must keep its memory busy. For sums of many rows sixteen warps have too
+    few registers, and such a launch fails without a word.
     """
     return 16 if tiles == 1 else 8
 
