@@ -235,17 +235,17 @@ def published_early(original: Any, witness: Witness) -> Any:
 @FAULTS.add(
     "free-order",
     "the block that was freed last is taken first",
-    "statemachine.supply:Supply._walk",
+    "statemachine.supply:_walk",
     loads.UNSHARED,
     "plan",
     "plan",
     "of StepPlanned",
 )
 def free_order(original: Any, witness: Witness) -> Any:
-    def walk(supply: Any) -> Iterator[int]:
-        free = supply._state.groups[supply._group].free
+    def walk(state: Any, number: int, *rest: Any) -> Iterator[int]:
+        free = state.groups[number].free
         queued = [free.items[at] for at in range(free.head, free.tail) if at in free.items]
-        mine = original(supply)
+        mine = original(state, number, *rest)
         for block in reversed(queued):
             if next(mine) != block:
                 witness.note()
@@ -258,17 +258,16 @@ def free_order(original: Any, witness: Witness) -> Any:
 @FAULTS.add(
     "evicted-newest",
     "the most recently used cached block is evicted first",
-    "statemachine.supply:Supply._walk",
+    "statemachine.supply:_walk",
     loads.EVICTS,
     "plan",
     "plan",
     "BlockEvicted",
 )
 def evicted_newest(original: Any, witness: Witness) -> Any:
-    def walk(supply: Any) -> Iterator[int]:
-        state, number = supply._state, supply._group
+    def walk(state: Any, number: int, spared: Any, evictions: list[Any]) -> Iterator[int]:
         idle = state.free_blocks(number)
-        mine = original(supply)
+        mine = original(state, number, spared, evictions)
         for _ in range(idle):
             yield next(mine)
         group = state.groups[number]
@@ -279,7 +278,7 @@ def evicted_newest(original: Any, witness: Witness) -> Any:
             if oldest_first[0] != block:
                 witness.note()
             key = state.entries[group.blocks[block].entry].key
-            supply.evictions.append(BlockEvicted(number, block, key))
+            evictions.append(BlockEvicted(number, block, key))
             yield block
 
     return walk
@@ -306,20 +305,20 @@ def not_evicted(original: Any, witness: Witness) -> Any:
 @FAULTS.add(
     "held-block-taken",
     "a block that a running sequence holds is handed to another one",
-    "statemachine.supply:Supply._walk",
+    "statemachine.supply:_walk",
     loads.MIXED,
     "plan",
     "plan",
     "of StepPlanned",
 )
 def held_taken(original: Any, witness: Witness) -> Any:
-    def walk(supply: Any) -> Iterator[int]:
-        blocks = supply._state.groups[supply._group].blocks
+    def walk(state: Any, number: int, *rest: Any) -> Iterator[int]:
+        blocks = state.groups[number].blocks
         held = sorted(block for block, record in blocks.items() if record.refs)
         for block in held:
             witness.note()
             yield block
-        yield from original(supply)
+        yield from original(state, number, *rest)
 
     return walk
 

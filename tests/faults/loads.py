@@ -135,7 +135,7 @@ TINY_TIGHT = evolve(
 UNSHARED = evolve(
     MIXED, name="no prefix cache", policy=structs.replace(MIXED.policy, prefix_cache=False)
 )
-SEGMENTS = evolve(TIGHT, name="a tape of segments", segment_bytes=3000)
+SEGMENTS = evolve(TIGHT, name="a tape of segments", segment_bytes=1000)
 TINY_CHUNKED = evolve(
     MIXED, name="one long prompt in chunks", kernel=TINY, requests=(Request(tokens(30, 1), 6),)
 )
