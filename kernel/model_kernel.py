@@ -28,7 +28,7 @@ from msgspec import structs
 from statemachine.geometry import Geometry
 from statemachine.records import Observation, ShadowReport
 
-from . import attention, fastmath, rotations
+from . import attention, fastmath, heap, rotations
 from .adapters import Adapters
 from .adjusting import adjusted, asked_of, plan_adjustments
 from .batch import Batch, BuildFailed, EvalFailed, StepResult
@@ -128,6 +128,7 @@ class ModelKernel:
         self._vocab = layout.vocab_size
         attention.install()
         if mx.default_device() == mx.Device(mx.cpu):
+            heap.keep_freed()
             fastmath.install()
             rotations.install()
             fastmath.turn_weights(model)
