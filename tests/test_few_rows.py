@@ -174,7 +174,7 @@ def test_what_is_not_used_stands_among_the_capabilities() -> None:
         model(), geometry, dialect=dialect
     ).attention.split("; ", 3)
     assert used == "tables"
-    assert products_off.startswith("products of 1 rows differ from the model's own by")
+    assert products_off.startswith("products of 8 rows differ from the model's own by")
     assert sampler_off == "margins of samples are not those of MLX's operations"
     # The emulator evaluates what it is given, which cannot be done while a graph is traced.
     assert anew.startswith("each step is built anew: ValueError: [eval] Attempting to eval")
