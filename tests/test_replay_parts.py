@@ -181,7 +181,7 @@ def test_segments_one_behind_the_other_are_one_tape(
     assert main(["-"]) == CLEAN
     assert capsys.readouterr().out.splitlines()[0] == verdict
     assert main(["-", "--from", "12", "--until", "24"]) == CLEAN
-    assert capsys.readouterr().out.startswith("CLEAN at depth fold from step 11 up to step 24: ")
+    assert capsys.readouterr().out.startswith("CLEAN at depth fold from step 10 up to step 24: ")
 
 
 def test_segments_are_joined_wherever_the_reads_fall(
