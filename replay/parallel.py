@@ -8,19 +8,19 @@ of the segments before its own.
 
 from __future__ import annotations
 
+import itertools
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing import active_children, get_context
-from pathlib import Path
 
 from attrs import evolve
 
 from .errors import Unusable
 from .progress import progress_bar
-from .reader import Segment, Tape, segments_of
+from .reader import Segment, Tape, segments_of, stored_bytes
 from .run import Options, Outcome, Pass, few_collections, one_pass, outcome_of, replay
 
 
@@ -33,12 +33,11 @@ def replay_segments(path: str, options: Options, jobs: int) -> Outcome:
         outcome.notes.append("it has one segment: there was nothing to share among processes")
         return outcome
     passes: list[Pass] = []
-    with progress_bar(f"replay, {options.depth}", sum(map(_bytes, segments))) as tell:
-        done = 0
-        for segment, one in zip(segments, _passes(path, segments, options, jobs), strict=False):
+    ends = list(itertools.accumulate(sum(map(stored_bytes, it.sources)) for it in segments))
+    with progress_bar(f"replay, {options.depth}", ends[-1]) as tell:
+        for done, one in zip(ends, _passes(path, segments, options, jobs), strict=True):
             passes.append(one)
-            done += _bytes(segment)
-            tell(done, f"{one.last_step} and before")
+            tell(done, one.last_step)
             if one.divergence is not None:
                 break
     outcome = outcome_of(path, options, passes)
@@ -84,7 +83,3 @@ def _pass_over(path: str, segment: Segment, options: Options) -> Pass:
     """In a process of its own."""
     with few_collections():
         return one_pass(Tape(path, segment=segment), options, last=segment.last)
-
-
-def _bytes(segment: Segment) -> int:
-    return sum(Path(source).stat().st_size for source in segment.sources)

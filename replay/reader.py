@@ -254,7 +254,18 @@ def opened(source: str) -> IO[bytes]:
     """A file, or what its server made of it since its folder was looked at. Raises OSError."""
     with contextlib.suppress(FileNotFoundError):
         return open(source, "rb")
-    return open(source if source.endswith(COMPRESSED) else source + COMPRESSED, "rb")
+    return open(_compressed(source), "rb")
+
+
+def stored_bytes(source: str) -> int:
+    """Bytes of such a file. Raises OSError."""
+    with contextlib.suppress(FileNotFoundError):
+        return Path(source).stat().st_size
+    return Path(_compressed(source)).stat().st_size
+
+
+def _compressed(source: str) -> str:
+    return source if source.endswith(COMPRESSED) else source + COMPRESSED
 
 
 class _Cut(Exception):
@@ -363,7 +374,7 @@ def _size(sources: list[str]) -> int | None:
             return None
         return size if sys.stdin.buffer.seekable() else None
     with contextlib.suppress(FileNotFoundError):
-        return sum(Path(source).stat().st_size for source in sources)
+        return sum(map(stored_bytes, sources))
     return None
 
 

@@ -21,9 +21,7 @@ from statemachine.records import Header, Record
 
 from .arguments import TAPE_HELP
 from .errors import Unusable
-from .reader import STDIN
-
-COMPRESSED = ".zst"
+from .reader import COMPRESSED, STDIN
 
 
 class NewTape:

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zstandard
 from msgspec import structs
 
 from kernel.fake import FakeClock, FakeKernel
 from replay.cli import main
 from replay.divergence import Divergence
 from replay.parallel import replay_segments
-from replay.reader import Tape
+from replay.reader import Tape, segments_of
 from replay.run import CLEAN, DIVERGED, FOLD, PLAN, TORN, Options, Outcome, replay
 from server.capture import CaptureWriter
 from server.engine import Engine
@@ -190,3 +191,17 @@ def test_a_segment_of_another_run_is_refused(tmp_path: Path, segments: list[list
     folder = folder_of(tmp_path, segments, 2, other)
     with pytest.raises(Exception, match="is of another run than the segment before it"):
         replay_segments(folder, Options(), JOBS)
+
+
+def test_a_segment_that_is_compressed_once_the_folder_was_looked_at_is_read_all_the_same(
+    tmp_path: Path, segments: list[list[Record]]
+) -> None:
+    folder = folder_of(tmp_path, segments, 0, list)
+    (first, *_) = segments_of(folder, [])
+    place = Path(first.sources[0])
+    packed = zstandard.ZstdCompressor().compress(place.read_bytes())
+    place.with_name(place.name + ".zst").write_bytes(packed)
+    place.unlink()
+    tape = Tape(folder, segment=first)
+    assert list(tape)[: len(segments[0])] == segments[0]
+    assert tape.bytes_total == len(packed)
