@@ -30,13 +30,15 @@ class Sampled(Struct, frozen=True, gc=False):
 class Answer(Struct):
     """A request and what was sampled for it; `before`: tokens from before the tape's start.
 
-    kept: tokens of the answer that a Finished input keeps, if one came.
+    kept: tokens of the answer that a Finished input keeps, if one came. most: with how many samples
+    it is over at the latest; 0 where the next one is the last.
     """
 
     arrived: RequestArrived
     before: tuple[int, ...] = ()
     samples: list[Sampled] = []
     kept: int | None = None
+    most: int = 0
 
     @property
     def left(self) -> int:
@@ -72,41 +74,59 @@ class Answer(Struct):
 
 
 class Answers:
-    """Follows a tape; `live` by request id."""
+    """Follows a tape; `live` by request id.
 
-    def __init__(self) -> None:
+    capacity: tokens of prompt and answer that context and pool hold; None: not asked.
+    """
+
+    def __init__(self, capacity: int | None = None) -> None:
         self.live: dict[int, Answer] = {}
+        self._capacity = capacity
 
     def begin(self, record: Record) -> None:
         """Inputs, and the requests of a checkpoint that nothing came before."""
         if isinstance(record, RequestArrived):
-            self.live[record.request] = Answer(record)
+            self.live[record.request] = self._answer(record)
         elif isinstance(record, Finished) and record.request in self.live:
-            self.live[record.request].kept = record.tokens_kept
+            answer = self.live[record.request]
+            answer.kept, answer.most = record.tokens_kept, 0
         elif isinstance(record, Checkpoint) and not self.live:
             self.live = {
-                it.arrived.request: Answer(it.arrived, it.output) for it in record.requests
+                it.arrived.request: self._answer(it.arrived, it.output) for it in record.requests
             }
 
-    def done(self, record: StepDone, pieces: Pieces) -> None:
+    def _answer(self, arrived: RequestArrived, before: tuple[int, ...] = ()) -> Answer:
+        parameters = arrived.parameters
+        most = parameters.max_tokens
+        if self._capacity is not None:
+            most = min(most, self._capacity - len(arrived.tokens))
+        return Answer(arrived, before, most=0 if parameters.embed else most - len(before))
+
+    def done(self, record: StepDone, pieces: Pieces) -> list[int]:
         """The tokens of a step join their answers: drafts as far as they were accepted, the one
         sampled behind them, and nothing behind an end of the answer. An end token is judged too.
+        Returns the sequences whose answers came to their end.
         """
         step, live, seqs = record.step, self.live, pieces.seqs
+        over: list[int] = []
         columns = zip(record.sampled, record.tokens, record.logits, record.margins, strict=True)
         if len(set(record.sampled)) == len(record.sampled):  # no drafts, as in most steps
             for piece, token, logit, margin in columns:
-                sampler = live.get(seqs[piece])
-                if sampler is not None:
-                    sampler.samples.append(Sampled(step, piece, token, logit, margin))
-            return
+                answer = live.get(seq := seqs[piece])
+                if answer is None:
+                    continue  # it ended while this step was in flight
+                samples = answer.samples
+                samples.append(Sampled(step, piece, token, logit, margin))
+                if len(samples) >= answer.most or token in answer.arrived.parameters.end_tokens:
+                    over.append(seq)
+            return over
         drawn: dict[int, list[Sampled]] = {}
         for piece, token, logit, margin in columns:
             drawn.setdefault(piece, []).append(Sampled(step, piece, token, logit, margin))
         for piece, samples in drawn.items():
             answer = live.get(seqs[piece])
             if answer is None:
-                continue  # it ended while this step was in flight
+                continue
             guesses = [row.token for row in pieces.sequences[piece].speculative[1:]]
             stood = _stood(samples, guesses) if len(samples) > 1 else samples
             ends = answer.arrived.parameters.end_tokens
@@ -114,6 +134,9 @@ class Answers:
                 answer.samples.append(it)
                 if it.token in ends:
                     break
+            if len(answer.samples) >= answer.most or answer.samples[-1].token in ends:
+                over.append(seqs[piece])
+        return over
 
     def ended(self, record: Record) -> list[Answer]:
         """Requests that this record ends; they are forgotten."""

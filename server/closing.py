@@ -99,11 +99,11 @@ def _outcome(
     end: Finished | None,
     capacity: int,
 ) -> Outcome:
-    parameters, length = request.arrived.parameters, request.stream.length
+    parameters, stream = request.arrived.parameters, request.stream
     if parameters.embed:
         # The answer is what was sampled from, and the token is nobody's.
         return Outcome(piece.seq, (), STOP, int(piece.purpose == DRAFT))
-    left, ends = limit_tokens(request, capacity) - length, parameters.end_tokens
+    left, ends = limit_tokens(request, capacity) - stream.length, parameters.end_tokens
     if end is None and len(tokens) < left and not (ends and any(it in ends for it in tokens)):
         return Outcome(piece.seq, tokens, None, len(tokens) if piece.purpose == DRAFT else 0)
     kept, reason = len(tokens), None
@@ -135,16 +135,18 @@ def close_step(view: View, plan: StepPlan, found: tuple[Outcome, ...]) -> tuple[
     if plan.policy.draft_tokens or len(view.flights) > 1:  # or no row was issued on the chance
         resolving = _resolve(written, plan, found)
         events += resolving
-    closing: list[PlannedPiece] = []
     sequences = written.sequences
-    for piece in plan.pieces:
-        seq = piece.seq
-        sequence = sequences.get(seq)
-        if sequence is None:
-            continue  # it was cancelled, and closed, while the step was in flight
-        edge = sequence.committed % size == 0
-        if edge or piece.purpose in (PROMPT, DRAFT) or seq in reasons:
-            closing.append(piece)
+    closing = [
+        piece
+        for piece in plan.pieces
+        # One that was cancelled while the step was in flight is closed by now.
+        if (sequence := sequences.get(piece.seq)) is not None
+        and (
+            sequence.committed % size == 0
+            or piece.purpose in (PROMPT, DRAFT)
+            or piece.seq in reasons
+        )
+    ]
     if closing:
         # Rows that CommittedEach names are those of the step in flight: they are not written yet,
         # so nothing that is asked of the closing pieces depends on them.
