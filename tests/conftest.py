@@ -5,7 +5,7 @@ each other on a busy machine take many times as long as one.
 
 Half a million objects are there once all tests are collected: Python's collector, which takes
 0.3 s for them, walks them once and never again. What a file's models took goes back to the system
-at the end of the file.
+at the end of the file. Logs that a test configured are as before after it.
 """
 
 from __future__ import annotations
@@ -50,3 +50,10 @@ def _memory_goes_back() -> Iterator[None]:
         mlx.clear_cache()
         if TRIM is not None:
             TRIM(0)
+
+
+@pytest.fixture(autouse=True)
+def _default_logs() -> Iterator[None]:
+    yield
+    if structlog := sys.modules.get("structlog"):
+        structlog.reset_defaults()

@@ -14,7 +14,6 @@ import h2.connection
 import h2.events
 import httpx
 import pytest
-import structlog
 import trustme
 from cryptography.hazmat.primitives import serialization
 
@@ -40,12 +39,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Settings:
     cert.write_bytes(b"".join(blob.bytes() for blob in made.cert_chain_pems))
     made.private_key_pem.write_to_path(key)
     return Settings(grace_s=0.0, tls_cert=str(cert), tls_key=str(key))
-
-
-@pytest.fixture(autouse=True)
-def _default_logs() -> Iterator[None]:
-    yield
-    structlog.reset_defaults()
 
 
 @pytest.fixture

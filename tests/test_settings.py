@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import structlog
 
 from kernel.errors import ModelError
 from kernel.tokenizer import Tokenizer
@@ -17,12 +16,6 @@ from server.settings import Settings, SettingsError, load_settings
 from server.values import Size, Texts
 
 from .fake_engine import END, FakeEngine, byte_tokenizer
-
-
-@pytest.fixture(autouse=True)
-def _default_logs() -> Iterator[None]:
-    yield
-    structlog.reset_defaults()
 
 
 def toml(tmp_path: Path, text: str) -> str:

@@ -6,47 +6,20 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
 import pytest
-import structlog
 
 from server.http.app import create_app
 from server.settings import Settings
 
-from .fake_engine import LONG, WAIT_S, FakeEngine, byte_tokenizer
-from .http_server import LiveServer, live_server
-from .scripted_http import MODEL, SETTINGS, Connect, RawClient, chat, clients_of, error_of
+from ..fake_engine import LONG, WAIT_S, FakeEngine
+from ..http_server import LiveServer, live_server
+from .scripted_http import MODEL, Connect, RawClient, chat, error_of
 
-ROOT = Path(__file__).parent.parent
-
-
-@pytest.fixture(autouse=True)
-def _default_logs() -> Iterator[None]:
-    yield
-    structlog.reset_defaults()
-
-
-@pytest.fixture
-def engine() -> Iterator[FakeEngine]:
-    """Left to the test: each request waits for `send` and `end`."""
-    with FakeEngine(byte_tokenizer(), context_tokens=400) as engine:
-        yield engine
-
-
-@pytest.fixture
-def server(engine: FakeEngine) -> Iterator[LiveServer]:
-    with live_server(create_app(engine, engine.tokenizer, MODEL, SETTINGS), SETTINGS) as server:
-        yield server
-
-
-@pytest.fixture
-def connect(server: LiveServer) -> Iterator[Connect]:
-    with clients_of(server) as connect:
-        yield connect
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -10,28 +10,17 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from server.http.app import create_app
-from server.settings import Settings
-
-from .fake_engine import WAIT_S, FakeEngine, byte_tokenizer
-from .http_server import LiveServer, live_server
+from ..fake_engine import WAIT_S, FakeEngine
+from ..http_server import LiveServer
 from .raw_client import connection, read_to_end
 
 
 @pytest.fixture
-def engine() -> Iterator[FakeEngine]:
-    with FakeEngine(byte_tokenizer()) as engine:
-        yield engine
-
-
-@pytest.fixture
-def server(engine: FakeEngine) -> Iterator[LiveServer]:
-    settings = Settings(grace_s=0.0)
-    app = create_app(engine, engine.tokenizer, "models/tiny", settings)
-    with live_server(app, settings) as server:
-        yield server
-        if server._thread.is_alive():
-            assert httpx.get(server.url + "/health", timeout=WAIT_S).status_code == 200
+def server(server: LiveServer) -> Iterator[LiveServer]:
+    """It answers after the test, unless that stopped it."""
+    yield server
+    if server._thread.is_alive():
+        assert httpx.get(server.url + "/health", timeout=WAIT_S).status_code == 200
 
 
 NO_HTTP = [

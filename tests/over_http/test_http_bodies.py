@@ -7,47 +7,19 @@ import io
 import json
 import socket
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
 import httpx
 import pytest
-import structlog
 from starlette.responses import Response
 
 from server.http import guard
-from server.http.app import create_app
 from server.logs import configure_logs
 
-from .fake_engine import WAIT_S, FakeEngine, byte_tokenizer
-from .http_server import LiveServer, live_server
-from .scripted_http import MODEL, SETTINGS, Connect, chat, clients_of, error_of, post
-
-
-@pytest.fixture(autouse=True)
-def _default_logs() -> Iterator[None]:
-    yield
-    structlog.reset_defaults()
-
-
-@pytest.fixture
-def engine() -> Iterator[FakeEngine]:
-    """Left to the test: each request waits for `send` and `end`."""
-    with FakeEngine(byte_tokenizer(), context_tokens=400) as engine:
-        yield engine
-
-
-@pytest.fixture
-def server(engine: FakeEngine) -> Iterator[LiveServer]:
-    with live_server(create_app(engine, engine.tokenizer, MODEL, SETTINGS), SETTINGS) as server:
-        yield server
-
-
-@pytest.fixture
-def connect(server: LiveServer) -> Iterator[Connect]:
-    with clients_of(server) as connect:
-        yield connect
+from ..fake_engine import WAIT_S, FakeEngine
+from ..http_server import LiveServer
+from .scripted_http import Connect, chat, error_of, post
 
 
 def test_unknown_routes_and_methods_are_refused_in_the_same_shape(server: LiveServer) -> None:

@@ -8,13 +8,12 @@ away are in test_http_leaving.py and test_disconnects.py.
 from __future__ import annotations
 
 import asyncio
-import json
 import resource
 import select
 import socket
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -27,58 +26,19 @@ from server.http.app import create_app
 from server.settings import Settings
 from server.values import Size
 
-from .fake_engine import END, LONG, WAIT_S, FakeEngine, byte_tokenizer
-from .http_server import LiveServer, live_server
-from .raw_client import connection, read_to_end
+from ..fake_engine import END, LONG, WAIT_S, FakeEngine
+from ..http_server import LiveServer, live_server
+from .raw_client import connection, posted, read_to_end, read_until
+from .scripted_http import CHAT, MODEL, Serve
 
-MODEL = "models/tiny"
-CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 MIB = 2**20
 DRIBBLE_S = 0.02
 DRIBBLED_MAX = 500
 """Bytes, one at a time: ten seconds of them, where a limit of half a second is to end it."""
 
 
-@pytest.fixture
-def engine() -> Iterator[FakeEngine]:
-    """Left to the test: each request waits for `send` and `end`."""
-    with FakeEngine(byte_tokenizer()) as engine:
-        yield engine
-
-
 def app_of(engine: FakeEngine, settings: Settings) -> Starlette:
     return create_app(engine, engine.tokenizer, MODEL, settings)
-
-
-Serve = Callable[..., LiveServer]
-
-
-@pytest.fixture
-def serve(engine: FakeEngine) -> Iterator[Serve]:
-    with ExitStack() as stack:
-
-        def started(**settings: Any) -> LiveServer:
-            chosen = Settings(**{"grace_s": 0.0} | settings)
-            return stack.enter_context(live_server(app_of(engine, chosen), chosen))
-
-        yield started
-
-
-def posted(body: Any, path: str = "/v1/chat/completions") -> bytes:
-    content = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
-    return head.encode() + content
-
-
-def read_until(client: socket.socket, mark: bytes) -> int:
-    """How many bytes came up to the one with the mark."""
-    count, tail = 0, b""
-    while mark not in tail:
-        piece = client.recv(MIB)
-        assert piece, f"closed after {tail!r}"
-        count += len(piece)
-        tail = tail[-len(mark) :] + piece
-    return count
 
 
 def is_well(server: LiveServer) -> bool:
@@ -154,7 +114,7 @@ def test_a_stream_that_nobody_reads_is_written_to_a_bound_while_another_is_read_
                 for request in requests:
                     request.send(engine.tokenizer.encode(LONG) * 16)
             requests[1].end()
-            assert read_until(quick, b"[DONE]") > 25 * MIB
+            assert len(read_until(quick, b"[DONE]")) > 25 * MIB
         assert is_well(server)
         assert 0 < counting.sent[0] < 10 * MIB
         assert engine.cancels_so_far() == []

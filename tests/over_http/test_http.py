@@ -4,44 +4,17 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
-import structlog
 
 from server.http.app import create_app
 from server.submission import ERROR, LENGTH, RequestRefused
 
-from .fake_engine import END, WAIT_S, FakeEngine, byte_tokenizer
-from .http_server import LiveServer, live_server
-from .scripted_http import MODEL, SETTINGS, Connect, chat, clients_of, error_of, post
-
-
-@pytest.fixture(autouse=True)
-def _default_logs() -> Iterator[None]:
-    yield
-    structlog.reset_defaults()
-
-
-@pytest.fixture
-def engine() -> Iterator[FakeEngine]:
-    """Left to the test: each request waits for `send` and `end`."""
-    with FakeEngine(byte_tokenizer(), context_tokens=400) as engine:
-        yield engine
-
-
-@pytest.fixture
-def server(engine: FakeEngine) -> Iterator[LiveServer]:
-    with live_server(create_app(engine, engine.tokenizer, MODEL, SETTINGS), SETTINGS) as server:
-        yield server
-
-
-@pytest.fixture
-def connect(server: LiveServer) -> Iterator[Connect]:
-    with clients_of(server) as connect:
-        yield connect
+from ..fake_engine import END, WAIT_S, FakeEngine, byte_tokenizer
+from ..http_server import LiveServer, live_server
+from .scripted_http import MODEL, SETTINGS, Connect, chat, error_of, post
 
 
 def test_a_dead_engine_answers_503_everywhere(server: LiveServer, engine: FakeEngine) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -14,34 +13,13 @@ import structlog
 
 from server.http.app import create_app
 from server.logs import configure_logs, note
-from server.settings import Settings
 from server.submission import ERROR
 
-from .fake_engine import WAIT_S, FakeEngine, byte_tokenizer, scripted
-from .http_server import LiveServer, live_server
+from ..fake_engine import WAIT_S, FakeEngine, scripted
+from ..http_server import LiveServer, live_server
+from .scripted_http import CHAT, MODEL, SETTINGS
 
-MODEL = "models/tiny"
-SETTINGS = Settings(grace_s=0.0, max_body_bytes=2000)
-CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 Captured = pytest.CaptureFixture[str]
-
-
-@pytest.fixture(autouse=True)
-def _default_logs() -> Iterator[None]:
-    yield
-    structlog.reset_defaults()
-
-
-@pytest.fixture
-def engine() -> Iterator[FakeEngine]:
-    with FakeEngine(byte_tokenizer()) as engine:
-        yield engine
-
-
-@pytest.fixture
-def server(engine: FakeEngine) -> Iterator[LiveServer]:
-    with live_server(create_app(engine, engine.tokenizer, MODEL, SETTINGS), SETTINGS) as server:
-        yield server
 
 
 def lines_of(server: LiveServer, capsys: Captured) -> list[dict[str, Any]]:

@@ -1,8 +1,7 @@
-"""Scripted HTTP: a server over an engine that the test answers for, and its clients."""
+"""Scripted HTTP: bodies, answers and clients of a server whose engine the test answers for."""
 
 from __future__ import annotations
 
-import json
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,11 +11,16 @@ import httpx
 
 from server.settings import Settings
 
-from .fake_engine import WAIT_S
-from .http_server import LiveServer
+from ..fake_engine import WAIT_S
+from ..http_server import LiveServer
+from .raw_client import posted, read_to_end, read_until
 
 MODEL = "models/tiny"
 SETTINGS = Settings(grace_s=0.0, max_body_bytes=2000)
+CONTEXT_TOKENS = 400
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+
+Serve = Callable[..., LiveServer]
 
 
 def chat(text: str = "hi", **fields: Any) -> dict[str, Any]:
@@ -26,8 +30,8 @@ def chat(text: str = "hi", **fields: Any) -> dict[str, Any]:
 
 def post(server: LiveServer, body: Any, path: str = "/v1/chat/completions") -> httpx.Response:
     """POST a body: as JSON, or these bytes."""
-    content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return httpx.post(server.url + path, content=content, timeout=WAIT_S)
+    content = {"content": body} if isinstance(body, bytes) else {"json": body}
+    return httpx.post(server.url + path, timeout=WAIT_S, **content)
 
 
 def error_of(response: httpx.Response) -> dict[str, Any]:
@@ -44,25 +48,16 @@ class RawClient:
 
     def __init__(self, host: str, port: int, body: dict[str, Any]) -> None:
         self.socket = socket.create_connection((host, port), timeout=WAIT_S)
-        self.send(json.dumps(body).encode())
+        self.send(body)
 
-    def send(self, content: bytes, path: str = "/v1/chat/completions") -> None:
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
-        self.socket.sendall(head.encode() + content)
+    def send(self, body: Any, path: str = "/v1/chat/completions") -> None:
+        self.socket.sendall(posted(body, path))
 
     def read_until(self, mark: bytes) -> bytes:
-        seen = b""
-        while mark not in seen:
-            piece = self.socket.recv(65536)
-            assert piece, f"closed after {seen!r}"
-            seen += piece
-        return seen
+        return read_until(self.socket, mark)
 
     def read_to_end(self) -> bytes:
-        seen = b""
-        while piece := self.socket.recv(65536):
-            seen += piece
-        return seen
+        return read_to_end(self.socket)
 
 
 Connect = Callable[[dict[str, Any]], RawClient]

@@ -5,51 +5,28 @@ from __future__ import annotations
 import hmac
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-import structlog
 
 from server.http.app import ROUTES, create_app
 from server.http.auth import Keys
 from server.logs import configure_logs
 from server.settings import Settings, SettingsError
 
-from .fake_engine import FakeEngine, byte_tokenizer, scripted
-from .http_server import LiveServer, live_server
-
-MODEL = "models/tiny"
-CHAT = {"messages": [{"role": "user", "content": "hi"}]}
-Serve = Callable[..., LiveServer]
-
-
-@pytest.fixture(autouse=True)
-def _default_logs() -> Iterator[None]:
-    yield
-    structlog.reset_defaults()
+from ..fake_engine import FakeEngine, byte_tokenizer, scripted
+from ..http_server import LiveServer
+from .scripted_http import CHAT, MODEL, Serve
 
 
 @pytest.fixture
-def serve() -> Iterator[Serve]:
-    """A server with these settings over an engine that answers `yes`."""
-    opened = []
-
-    def started(**settings: Any) -> LiveServer:
-        chosen = Settings(grace_s=0.0, **settings)
-        engine = scripted("yes")
-        entered = engine.__enter__()
-        app = create_app(entered, entered.tokenizer, MODEL, chosen)
-        server = live_server(app, chosen)
-        opened.append((server, engine))
-        return server.__enter__()
-
-    yield started
-    for server, engine in opened:
-        server.__exit__(None, None, None)
-        engine.__exit__(None, None, None)
+def engine() -> Iterator[FakeEngine]:
+    """Answers `yes`."""
+    with scripted("yes") as engine:
+        yield engine
 
 
 def chat(server: LiveServer, path: str = "/v1/chat/completions", **headers: Any) -> httpx.Response:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
-import pytest
-import structlog
 from msgspec import structs
 
 from kernel.fake import FakeKernel
@@ -26,62 +23,13 @@ from server.settings import Settings
 from server.submission import RequestRefused
 from server.values import Size, Texts
 
-from .fake_engine import WAIT_S, FakeEngine, byte_tokenizer
-from .http_server import LiveServer, live_server
-from .raw_client import connection, read_to_end
-from .sim import POLICY, SMALL, MemoryCapture, header
+from ..fake_engine import WAIT_S, FakeEngine, byte_tokenizer
+from ..http_server import LiveServer, live_server
+from ..sim import POLICY, SMALL, MemoryCapture, header
+from .raw_client import connection, posted, read_to_end, read_until
+from .scripted_http import CHAT, MODEL, Serve, post
 
-MODEL = "models/tiny"
-CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 ORIGIN = "https://chat.example"
-
-
-@pytest.fixture(autouse=True)
-def _default_logs() -> Iterator[None]:
-    yield
-    structlog.reset_defaults()
-
-
-@pytest.fixture
-def engine() -> Iterator[FakeEngine]:
-    """Left to the test: each request waits for `send` and `end`."""
-    with FakeEngine(byte_tokenizer()) as engine:
-        yield engine
-
-
-Serve = Callable[..., LiveServer]
-
-
-@pytest.fixture
-def serve(engine: FakeEngine) -> Iterator[Serve]:
-    with ExitStack() as stack:
-
-        def started(**settings: Any) -> LiveServer:
-            chosen = Settings(**{"grace_s": 0.0} | settings)
-            app = create_app(engine, engine.tokenizer, MODEL, chosen)
-            return stack.enter_context(live_server(app, chosen))
-
-        yield started
-
-
-def read_until(client: socket.socket, mark: bytes) -> bytes:
-    seen = b""
-    while mark not in seen:
-        piece = client.recv(65536)
-        assert piece, f"closed after {seen!r}"
-        seen += piece
-    return seen
-
-
-def send_chat(client: socket.socket, body: dict[str, Any], sent_bytes: int | None = None) -> None:
-    """A request; its body only in part, if so wished."""
-    content = json.dumps(body).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n"
-    client.sendall(head.encode() + b"\r\n" + content[:sent_bytes])
-
-
-def post(server: LiveServer, body: Any, path: str = "/v1/chat/completions") -> httpx.Response:
-    return httpx.post(server.url + path, json=body, timeout=WAIT_S)
 
 
 # How long a request may take
@@ -112,7 +60,7 @@ def test_a_stream_that_takes_too_long_ends_with_an_error_event(
 ) -> None:
     server = serve(request_timeout_s=2.0)
     with connection(server) as client:
-        send_chat(client, CHAT | {"stream": True})
+        client.sendall(posted(CHAT | {"stream": True}))
         request = engine.next_request()
         request.send(b"once")
         # A chunk of no bytes ends a chunked response.
@@ -135,7 +83,7 @@ def test_an_answer_that_ends_in_time_is_not_touched(serve: Serve, engine: FakeEn
 def test_a_body_that_does_not_arrive_is_a_408(serve: Serve, engine: FakeEngine) -> None:
     # Less than what checked settings allow.
     with connection(serve(body_timeout_s=0.2)) as client:
-        send_chat(client, CHAT, sent_bytes=3)
+        client.sendall(posted(CHAT)[:-3])
         answer = read_until(client, b"}}")
     assert answer.startswith(b"HTTP/1.1 408")
     assert b'"code":"body_timeout"' in answer
@@ -145,9 +93,9 @@ def test_a_body_that_does_not_arrive_is_a_408(serve: Serve, engine: FakeEngine) 
 def test_the_time_for_a_body_is_not_that_for_its_answer(serve: Serve, engine: FakeEngine) -> None:
     server = serve(body_timeout_s=0.5)
     with connection(server) as client, connection(server) as slow:
-        send_chat(client, CHAT)
+        client.sendall(posted(CHAT))
         request = engine.next_request()
-        send_chat(slow, CHAT, sent_bytes=3)
+        slow.sendall(posted(CHAT)[:-3])
         assert slow.recv(100).startswith(b"HTTP/1.1 408")
         request.send(b"late")
         request.end()
