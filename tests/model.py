@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from statemachine import commands, invariants
 from statemachine import events as ev
-from statemachine import invariants
 from statemachine.digest import recompute
 from statemachine.errors import IllegalCommand, PoolExhausted
 from statemachine.events import NO_BLOCK
@@ -137,3 +137,16 @@ class Driver:
         assert self.state.digest == recompute(self.state)
         check(self.model, self.state)
         self.step = max(self.step, self.state.written_step + 1, self.state.issued_step)
+
+    def wind_up(self) -> None:
+        """Nothing leaks: with all closed, written and flushed, every block is free."""
+        for seq in self.seqs():
+            self.carry_out(commands.close, seq)
+        if self.state.issued_step > self.state.written_step:
+            self.carry_out(commands.step_written, self.state.issued_step)
+        self.carry_out(commands.flush)
+        for group in self.model.groups():
+            assert self.state.free_blocks(group) == self.state.geometry.groups[group].num_blocks
+        assert not self.state.entries
+        assert not self.state.by_key
+        assert not self.state.pins

@@ -15,11 +15,12 @@ from attrs import field, frozen
 
 from replay.cli import main as replay_command
 from replay.reader import Tape
+from replay.subset import batch_of
 from server.build import build_engine
 from server.engine import Engine
 from server.http.app import create_app
 from server.settings import Settings
-from statemachine.events import Appended, AppendedEach, Closed
+from statemachine.events import Closed
 from statemachine.records import RequestArrived, StepDone, StepPlanned
 
 from .http_server import WAIT_S, LiveServer, live_server
@@ -130,7 +131,7 @@ def on_tape(tape: Path) -> dict[int, Taped]:
         if isinstance(record, RequestArrived):
             found[record.request] = Taped(record.tokens)
         elif isinstance(record, StepPlanned):
-            orders[record.step] = _batch_order(record)
+            orders[record.step], _ = batch_of(record.events)
         elif isinstance(record, StepDone):
             rows = zip(record.sampled, record.tokens, record.margins, strict=True)
             order = orders.pop(record.step)
@@ -140,16 +141,6 @@ def on_tape(tape: Path) -> dict[int, Taped]:
                     found[order[place]].margins.append(margin)
         ended |= {it.seq for it in getattr(record, "events", ()) if isinstance(it, Closed)}
     return found
-
-
-def _batch_order(planned: StepPlanned) -> list[int]:
-    order: dict[int, None] = {}
-    for event in planned.events:
-        if isinstance(event, AppendedEach):
-            order.update(dict.fromkeys(event.seqs))
-        elif isinstance(event, Appended):
-            order[event.seq] = None
-    return list(order)
 
 
 def flips(got: Taped, alone: Taped) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,24 @@ def cut_at_checkpoint(sim: Sim) -> list[Record]:
     return list(TapeDecoder().feed(encoder.encode([records[0], *records[at:]])))
 
 
+def drafted_at(records: Sequence[Record], kind: type[Record], step: int) -> int:
+    """Where the draft model's record of a step stands."""
+    return next(
+        n for n, it in enumerate(records)
+        if isinstance(it, Drafted) and isinstance(it.record, kind) and it.record.step == step
+    )  # fmt: skip
+
+
+def wrongly_seen() -> list[Record]:
+    """A run in which the caches of the draft model saw another start in its step 4."""
+    records = list(a_run().capture.records)
+    place = drafted_at(records, StepDone, 4)
+    drafted: Any = records[place]
+    seen = structs.replace(drafted.record.observation, starts=(9,))
+    records[place] = Drafted(structs.replace(drafted.record, observation=seen))
+    return records
+
+
 @pytest.mark.parametrize("at", range(2, 7))
 def test_a_tape_that_begins_in_the_middle_has_the_drafters_pool_and_guesses(at: int) -> None:
     sim = drafting(wrong_at(8, 12, 13, 19))
@@ -62,10 +81,7 @@ def test_a_round_that_is_missing_on_tape_is_found_by_plan() -> None:
 
 def test_another_guess_than_the_one_on_tape_is_found_at_the_plan_that_uses_it() -> None:
     records = list(a_run().capture.records)
-    place = next(
-        n for n, it in enumerate(records)
-        if isinstance(it, Drafted) and isinstance(it.record, StepDone) and it.record.step == 3
-    )  # fmt: skip
+    place = drafted_at(records, StepDone, 3)
     drafted: Any = records[place]
     records[place] = Drafted(structs.replace(drafted.record, tokens=(55,)))
     found = diverged(records)
@@ -79,14 +95,7 @@ def test_another_guess_than_the_one_on_tape_is_found_at_the_plan_that_uses_it() 
 
 
 def test_what_is_wrong_in_the_drafters_pool_is_told_with_both_steps() -> None:
-    records = list(a_run().capture.records)
-    place = next(
-        n for n, it in enumerate(records)
-        if isinstance(it, Drafted) and isinstance(it.record, StepDone) and it.record.step == 4
-    )  # fmt: skip
-    drafted: Any = records[place]
-    seen = structs.replace(drafted.record.observation, starts=(9,))
-    records[place] = Drafted(structs.replace(drafted.record, observation=seen))
+    records = wrongly_seen()
     found = diverged(records)
     assert found is not None
     assert (found.kind, found.step, found.draft_step, found.sequence) == ("observation", 3, 4, 0)
@@ -154,14 +163,7 @@ def test_what_would_need_other_guesses_is_refused_in_a_sentence(
 
 
 def test_a_report_says_which_step_of_the_draft_model_it_is(tape: str, capsys: Any) -> None:
-    records = list(a_run().capture.records)
-    place = next(
-        n for n, it in enumerate(records)
-        if isinstance(it, Drafted) and isinstance(it.record, StepDone) and it.record.step == 4
-    )  # fmt: skip
-    drafted: Any = records[place]
-    seen = structs.replace(drafted.record.observation, starts=(9,))
-    records[place] = Drafted(structs.replace(drafted.record, observation=seen))
+    records = wrongly_seen()
     Path(tape).write_bytes(tape_bytes(records))
     assert replay_command([tape]) == 1
     assert "step      3, before it step 4 of the draft model" in capsys.readouterr().out
@@ -170,10 +172,7 @@ def test_a_report_says_which_step_of_the_draft_model_it_is(tape: str, capsys: An
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_tape_that_ends_inside_a_round_says_so(strict: bool, tape: str, capsys: Any) -> None:
     records = a_run().capture.records
-    place = next(
-        n for n, it in enumerate(records)
-        if isinstance(it, Drafted) and isinstance(it.record, StepPlanned) and it.record.step == 5
-    )  # fmt: skip
+    place = drafted_at(records, StepPlanned, 5)
     Path(tape).write_bytes(tape_bytes(records[: place + 1]))
     assert replay_command([tape, *(["--strict"] if strict else [])]) == (1 if strict else 3)
     said = capsys.readouterr().out

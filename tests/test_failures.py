@@ -51,6 +51,14 @@ def start(sim: Sim, count: int, max_tokens: int = 6) -> list[Inbox]:
     return [sim.submit([n] * 5, max_tokens) for n in range(count)]
 
 
+def all_whole(sim: Sim, count: int) -> list[Inbox]:
+    """So many requests, each of which has its whole answer."""
+    inboxes = start(sim, count)
+    sim.run()
+    assert [inbox.tokens for inbox in inboxes] == expected(count)
+    return inboxes
+
+
 class Once:
     """Raises at the call of a number, counted from 1, and passes all others on."""
 
@@ -129,9 +137,7 @@ def test_whatever_a_kernel_raises_at_issue_resets_the_pages_and_loses_nothing(
     sim = Sim(policy=policy)
     raising = Once(sim.kernel.issue, at, TypeError("an array of another shape"))
     monkeypatch.setattr(sim.kernel, "issue", raising)
-    inboxes = start(sim, 3)
-    sim.run()
-    assert [inbox.tokens for inbox in inboxes] == expected(3)
+    all_whole(sim, 3)
     (failed,) = [record for record in sim.records(StepFailed) if record.stage != "void"]
     assert (failed.stage, failed.error) == ("eval", "an array of another shape")
     assert sim.kernel.resets == 1
@@ -146,9 +152,7 @@ def test_an_error_in_sampling_resets_the_pages_and_loses_nothing(
     sim = Sim(policy=policy)
     raising = Once(sim.kernel.collect, at, ValueError("probabilities do not sum to one"))
     monkeypatch.setattr(sim.kernel, "collect", raising)
-    inboxes = start(sim, 3)
-    sim.run()
-    assert [inbox.tokens for inbox in inboxes] == expected(3)
+    inboxes = all_whole(sim, 3)
     told = [sum(len(update.tokens) for update in inbox.updates) for inbox in inboxes]
     assert told == [6, 6, 6]
     assert len(sim.events(PoolReset)) == 1
@@ -172,9 +176,7 @@ def test_too_few_samples_are_a_failure_at_close_that_ends_what_is_live(
         sim.step()
     assert {inbox.reason for inbox in inboxes} == {"error"}
     assert "samples, not 0" in inboxes[0].error
-    again = start(sim, 2)
-    sim.run()
-    assert [inbox.tokens for inbox in again] == expected(2)
+    all_whole(sim, 2)
     assert sim.idle_counts()["held"] == 0
 
 
@@ -216,9 +218,7 @@ def test_a_sink_that_raises_at_any_update_ends_its_request_only(policy: Policy, 
             raise BrokenPipeError("the client went away")
 
     sim.engine.submit(Submission((9,) * 5, Parameters(6)), sink)
-    inboxes = start(sim, 2)
-    sim.run()
-    assert [inbox.tokens for inbox in inboxes] == expected(2)
+    all_whole(sim, 2)
     assert len(heard) == at, "nobody is told of a request that was given up"
     assert [e for e in sim.events(Closed) if e.seq == 0] == [Closed(0, "cancelled")]
     clean(sim)
@@ -231,9 +231,7 @@ def test_a_capture_that_raises_at_any_write_is_left_and_every_answer_is_whole(
 ) -> None:
     sim = Sim(policy=policy)
     monkeypatch.setattr(sim.capture, "write", Once(sim.capture.write, at, OSError("no space")))
-    inboxes = start(sim, 2)
-    sim.run()
-    assert [inbox.tokens for inbox in inboxes] == expected(2)
+    all_whole(sim, 2)
     assert sim.engine.status()["capture_failures"] == 1
     sim.engine.stop()
     assert not sim.engine._loop.busy  # type: ignore[union-attr]

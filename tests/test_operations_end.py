@@ -52,16 +52,23 @@ def waiting_server(*flags: str) -> Iterator[tuple[subprocess.Popen[str], httpx.C
             process.kill()
 
 
+def stop_while_answering(
+    process: subprocess.Popen[str], client: httpx.Client, lines: Iterator[str]
+) -> None:
+    """Signal it once the answer has begun; returns once it knows."""
+    assert any('"content":"a"' in line for line in lines)
+    process.send_signal(signal.SIGTERM)
+    while client.get("/ready").status_code == 200:
+        pass
+
+
 def test_a_signal_lets_an_answer_end_in_its_grace_and_admits_nobody() -> None:
     with (
         waiting_server("--grace-s", "100", "--log-format", "json") as (process, client),
         client.stream("POST", "/v1/chat/completions", json=CHAT) as response,
     ):
         lines = response.iter_lines()
-        assert any('"content":"a"' in line for line in lines)
-        process.send_signal(signal.SIGTERM)
-        while client.get("/ready").status_code == 200:
-            pass
+        stop_while_answering(process, client, lines)
         assert client.get("/health").json()["status"] == "stopping"
         late = client.post("/v1/chat/completions", json=CHAT)
         assert (late.status_code, late.json()["error"]["code"]) == (503, "server_stopping")
@@ -84,10 +91,7 @@ def test_a_second_signal_ends_the_process_without_waiting_for_the_grace() -> Non
         client.stream("POST", "/v1/chat/completions", json=CHAT) as response,
     ):
         lines = response.iter_lines()
-        assert any('"content":"a"' in line for line in lines)
-        process.send_signal(signal.SIGTERM)
-        while client.get("/ready").status_code == 200:
-            pass
+        stop_while_answering(process, client, lines)
         process.send_signal(signal.SIGTERM)
         assert process.stderr is not None
         # The engine waits for its line yet: the answer was given up, it did not end.

@@ -83,14 +83,19 @@ def test_a_step_that_is_written_lets_go_of_the_pins_of_steps_before_it() -> None
     assert (state.held_blocks(), state.free_blocks()) == (2, 6)
 
 
-def test_rows_are_not_copied_in_the_step_that_issues_them() -> None:
-    """Copies run before the writes of their step: the copy would hold what stood there before."""
-    state = run(
+def forked_in_its_step() -> State:
+    """Sequences 0 and 1 share three rows of a block; these were issued in step 1."""
+    return run(
         new_state(B4),
         (commands.open_sequence, 0),
         (commands.append, 0, 1, (1, 2, 3)),
         (commands.fork, 0, 1),
     )
+
+
+def test_rows_are_not_copied_in_the_step_that_issues_them() -> None:
+    """Copies run before the writes of their step: the copy would hold what stood there before."""
+    state = forked_in_its_step()
     with pytest.raises(IllegalCommand, match="copies run before"):
         commands.append(state, 1, 1, (4,))
     assert commands.append(state, 1, 2, (4,))[0] == ev.BlockCopied(1, 2, 0, 0, 0, 1, 3)
@@ -265,12 +270,7 @@ def test_a_block_behind_a_hole_is_published_below_its_parent_in_the_index() -> N
 
 
 def test_append_each_copies_no_rows_that_the_same_step_issues() -> None:
-    state = run(
-        new_state(B4),
-        (commands.open_sequence, 0),
-        (commands.append, 0, 1, (1, 2, 3)),
-        (commands.fork, 0, 1),
-    )
+    state = forked_in_its_step()
     with pytest.raises(IllegalCommand, match="copies run before"):
         commands.append_each(state, 1, [0, 1], (4, 4), "decode")
 

@@ -400,19 +400,6 @@ class CacheMachine(Driver, RuleBasedStateMachine):
         part = sequence_tags(self.state.geometry, sequence, first, sequence.offset)
         assert part == everything[first:]
 
-    def wind_up(self) -> None:
-        """Nothing leaks: with all closed, written and flushed, every block is free."""
-        for seq in self.seqs():
-            self.carry_out(commands.close, seq)
-        if self.state.issued_step > self.state.written_step:
-            self.carry_out(commands.step_written, self.state.issued_step)
-        self.carry_out(commands.flush)
-        for group in self.model.groups():
-            assert self.state.free_blocks(group) == self.state.geometry.groups[group].num_blocks
-        assert not self.state.entries
-        assert not self.state.by_key
-        assert not self.state.pins
-
 
 CacheMachine.TestCase.settings = settings(
     max_examples=80,

@@ -170,18 +170,6 @@ class Life(Driver):
         else:
             self.step = self.state.issued_step + 1
 
-    def end(self) -> None:
-        """Nothing leaks."""
-        for seq in self.seqs():
-            self.carry_out(commands.close, seq)
-        if self.state.issued_step > self.state.written_step:
-            self.carry_out(commands.step_written, self.state.issued_step)
-        self.carry_out(commands.flush)
-        for group in self.model.groups():
-            assert self.state.free_blocks(group) == self.state.geometry.groups[group].num_blocks
-        assert not self.state.entries
-        assert not self.state.pins
-
 
 SEEN_AT_LEAST = {
     "Appended": 500,
@@ -214,7 +202,7 @@ def test_long_lives_of_a_pool_agree_with_the_model() -> None:
         try:
             for _ in range(170):
                 life.turn()
-            life.end()
+            life.wind_up()
         except Exception as error:
             error.add_note(f"seed {seed}, last events {life.last}")
             raise

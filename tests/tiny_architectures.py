@@ -11,11 +11,7 @@ import functools
 import pkgutil
 from typing import Any
 
-import mlx.core as mx
 import mlx_lm.models
-from mlx.utils import tree_unflatten
-
-from kernel.hf import build_model
 
 from .tiny_families import (
     CONTEXT,
@@ -24,7 +20,7 @@ from .tiny_families import (
     SLIDING_FIRST,
     WINDOW,
     family_config,
-    family_weights,
+    random_model,
 )
 from .tiny_models import tiny_config
 
@@ -289,9 +285,4 @@ def architecture_config(name: str) -> dict[str, Any]:
 @functools.cache
 def architecture_model(name: str, seed: int = 0) -> Any:
     """mlx-lm's module with random weights; the same one for all tests."""
-    config = architecture_config(name)
-    model = build_model(config)
-    model.update(tree_unflatten(list(family_weights(config, seed).items())))
-    mx.eval(model.parameters())
-    model.eval()
-    return model
+    return random_model(architecture_config(name), seed)

@@ -181,7 +181,11 @@ def _packed(name: str, array: mx.array, generator: np.random.Generator) -> mx.ar
 
 def family_model(name: str, seed: int = 0) -> Any:
     """mlx-lm's module with random weights."""
-    config = family_config(name)
+    return random_model(family_config(name), seed)
+
+
+def random_model(config: dict[str, Any], seed: int) -> Any:
+    """The module that a configuration asks for, with random weights."""
     model = build_model(config)
     model.update(tree_unflatten(list(family_weights(config, seed).items())))
     mx.eval(model.parameters())

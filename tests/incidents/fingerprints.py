@@ -7,7 +7,7 @@ from pathlib import Path
 from attrs import frozen
 
 from replay.reader import Tape
-from statemachine.events import Appended, AppendedEach
+from replay.subset import batch_of
 from statemachine.records import StepDone, StepPlanned
 
 
@@ -23,23 +23,12 @@ class Sample:
 def by_request(tape: Path) -> dict[int, list[Sample]]:
     """All samples of a tape whose steps have one piece each, by request."""
     found: dict[int, list[Sample]] = {}
-    seqs: tuple[int, ...] = ()
+    seqs: list[int] = []
     for item in Tape(str(tape)):
         if isinstance(item, StepPlanned):
-            seqs = order(item)
+            seqs, _ = batch_of(item.events)
         elif isinstance(item, StepDone):
             assert len(seqs) <= 1, f"step {item.step} has rows of {seqs}"
             for said in zip(item.tokens, item.logits, item.margins, strict=True):
                 found.setdefault(seqs[0], []).append(Sample(*said))
     return found
-
-
-def order(planned: StepPlanned) -> tuple[int, ...]:
-    """The sequences that a step has rows of, in batch order."""
-    seqs: dict[int, None] = {}
-    for event in planned.events:
-        if isinstance(event, AppendedEach):
-            seqs.update(dict.fromkeys(event.seqs))
-        elif isinstance(event, Appended):
-            seqs[event.seq] = None
-    return tuple(seqs)

@@ -12,6 +12,7 @@ from attrs import evolve
 from kernel.errors import ModelError
 from kernel.fake import FakeClock
 from replay.reader import Tape
+from replay.subset import batch_of
 from server.engine import Engine
 from server.submission import Submission, Update
 from statemachine.events import Forked
@@ -25,7 +26,7 @@ from ..faults.runner import record
 from ..real_server import Served, serving, text_of
 from . import asking
 from .asking import flips
-from .fingerprints import by_request, order
+from .fingerprints import by_request
 
 DEPTHS = ("fold", "plan", "forward", "reference")
 
@@ -47,7 +48,7 @@ def test_clients_at_once_come_one_after_the_other_each_from_position_0(
         record(evolve(load, requests=(request,)), alone)
         assert by_request(tape)[number] == by_request(alone)[0]
         assert flips(kernel, request.tokens, played.answers[number]) == 0
-    steps = [order(item) for item in Tape(str(tape)) if isinstance(item, StepPlanned)]
+    steps = [batch_of(item.events)[0] for item in Tape(str(tape)) if isinstance(item, StepPlanned)]
     whose = [seqs[0] for seqs in steps if seqs]
     assert whose == sorted(whose), "steps of two sequences are mixed"
     assert max(len(seqs) for seqs in steps) == 1

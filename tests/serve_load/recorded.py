@@ -15,9 +15,9 @@ from replay.cli import main
 from replay.reader import Tape
 from replay.serve_load_tape import Arrival, Ended, Load
 
+from ..http_server import LiveServer
+from ..tapes import golden
 from .completions_server import CompletionsServer, Scripted
-from .http_server import LiveServer
-from .tapes import golden
 
 TAPE = str(golden.PATH)
 

@@ -5,23 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from replay.reader import Tape
 from replay.serve_load_tape import Ended, Load, Lost
 from statemachine.records import Gap, RequestArrived
 
+from ..faults import loads
+from ..faults.runner import record as play
+from ..real_server import serving, tiny_folder
+from ..sim import SMALL, Sim, prompts
 from .completions_server import completions_server
-from .faults import loads
-from .faults.runner import record as play
-from .real_server import serving, tiny_folder
-from .recorded import Printed, Recorded, printed, told_by
-from .sim import SMALL, Sim, prompts
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Printed:
-    return printed(capsys)
+from .recorded import Printed, Recorded, told_by
 
 
 def test_requests_from_before_the_tape_are_sent_and_compared_whole(

@@ -15,16 +15,11 @@ from replay.cli import main
 from replay.reader import Tape
 from replay.serve_load_client import Failed, events
 
+from ..tampering import changed, write
 from .completions_server import Scripted, completions_server
-from .recorded import TAPE, Printed, Recorded, printed, told
-from .tampering import changed, write
+from .recorded import TAPE, Printed, Recorded, told
 
-ROOT = Path(__file__).parent.parent
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Printed:
-    return printed(capsys)
+ROOT = Path(__file__).parents[2]
 
 
 def test_refused_requests_are_counted_and_the_others_compared(run: Printed) -> None:

@@ -16,23 +16,9 @@ from replay.serve_load_compare import NOTHING, compare, first_difference
 from replay.serve_load_tape import Ended
 from statemachine.records import Parameters, RequestArrived
 
+from ..tampering import write
 from .completions_server import completions_server
-from .recorded import TAPE, Printed, Recorded, printed, say, told
-from .tampering import write
-from .tiny_models import byte_tokenizer
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Printed:
-    return printed(capsys)
-
-
-@pytest.fixture
-def tokenizer_folder(tmp_path: Path) -> Path:
-    folder = tmp_path / "tokenizer"
-    folder.mkdir()
-    byte_tokenizer().save(str(folder / "tokenizer.json"))
-    return folder
+from .recorded import TAPE, Printed, Recorded, say, told
 
 
 def test_the_first_answer_with_another_token_is_named(run: Printed) -> None:

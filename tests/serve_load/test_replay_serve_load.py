@@ -19,29 +19,16 @@ from replay.serve_load_tape import Left, Load
 from statemachine.events import Namespace
 from statemachine.records import Parameters, RequestArrived
 
+from ..sim import SMALL, Sim
+from ..tampering import write
+from ..tapes import golden
+from ..tiny_models import byte_tokenizer
 from .completions_server import Scripted, completions_server
-from .recorded import TAPE, Printed, Recorded, printed, say, told, told_by
-from .sim import SMALL, Sim
-from .tampering import write
-from .tapes import golden
-from .tiny_models import byte_tokenizer
+from .recorded import TAPE, Printed, Recorded, say, told, told_by
 
 FLIGHTS = str(golden.FLIGHTS)
 CANCELLED, FAILED = 2, 3
 """Requests of golden.tape that did not end whole."""
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Printed:
-    return printed(capsys)
-
-
-@pytest.fixture
-def tokenizer_folder(tmp_path: Path) -> Path:
-    folder = tmp_path / "tokenizer"
-    folder.mkdir()
-    byte_tokenizer().save(str(folder / "tokenizer.json"))
-    return folder
 
 
 def test_every_request_is_sent_once_as_it_was_in_the_order_of_arrival(run: Printed) -> None:

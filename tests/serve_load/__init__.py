@@ -1,0 +1,1 @@
+"""`replay serve-load` against servers that answer as a tape has it."""
