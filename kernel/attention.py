@@ -13,6 +13,7 @@ sharing a K/V head. Scores are in powers of two: log2(e) goes into the scale.
 from __future__ import annotations
 
 import sys
+from functools import reduce
 from types import ModuleType
 from typing import Any
 
@@ -20,6 +21,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models import base
 
+from .buckets import MANY_QUERIES
 from .context import StepContext
 from .fastmath import LOG2E, exp2_below
 from .handles import HandleMisused, KeyHandle, MaskHandle, Positions, ScoresHandle
@@ -29,8 +31,6 @@ from .quantised import Code
 
 SEAM = "scaled_dot_product_attention"
 ORIGINAL = base.scaled_dot_product_attention
-COLUMN_ROWS = 8
-"""From that many queries on, scores are held [keys, queries]: maxima over columns are fast."""
 
 
 def dispatch(
@@ -177,8 +177,10 @@ def _attend_bucket(
         part = mine[:, tile.begin : tile.end].transpose(0, 2, 3, 1, 4)
         bias = context.bias(number, group, place)
         reach = (keys[:, :, : tile.keys], values[:, :, : tile.keys])
-        score = _columns if tile.end - tile.begin >= COLUMN_ROWS else _rows
-        outs.append(score(part, *reach, bias, sinks))
+        if tile.end - tile.begin >= MANY_QUERIES:
+            outs.append(_columns(part, *reach, bias, tile.clear, sinks))
+        else:
+            outs.append(_rows(part, *reach, bias, sinks))
     out = outs[0] if len(outs) == 1 else mx.concatenate(outs, axis=3)
     return out.transpose(0, 3, 1, 2, 4).reshape(pieces * count, -1, out.shape[-1])
 
@@ -218,23 +220,29 @@ def _columns(
     keys: mx.array,
     values: mx.array,
     bias: mx.array | None,
+    clear: int,
     sinks: mx.array | None,
 ) -> mx.array:
-    """Many queries: the same with scores [B, KV, S, R, n]."""
+    """Many queries: the same with scores [B, KV, S, R, n], in two parts where the bias is of the
+    keys from `clear` on.
+    """
     pieces, kv_heads, repeats, count, dim = queries.shape
-    flat = queries.reshape(pieces, kv_heads, repeats * count, dim)
-    scores = keys @ flat.swapaxes(-1, -2)
+    flat = queries.reshape(pieces, kv_heads, repeats * count, dim).swapaxes(-1, -2)
+    parts = [slice(clear), slice(clear, None)] if clear else [slice(None)]
+    scores = [keys[:, :, part] @ flat for part in parts]
     if bias is not None:
-        wide = scores.reshape(pieces, kv_heads, -1, repeats, count)
+        wide = scores[-1].reshape(pieces, kv_heads, -1, repeats, count)
         turned = bias.swapaxes(-1, -2)[:, None, :, None]
-        scores = (wide + turned).reshape(scores.shape)
-    peaks = scores.max(axis=-2, keepdims=True)
+        scores[-1] = (wide + turned).reshape(scores[-1].shape)
+    peaks = reduce(mx.maximum, [it.max(axis=-2, keepdims=True) for it in scores])
     if sinks is not None:
         sinks = mx.repeat(sinks.reshape(1, kv_heads, repeats), count, axis=2)[:, :, None]
         peaks = mx.maximum(peaks, sinks)
-    weights = exp2_below(scores, peaks)
-    totals = _with_sinks(weights.sum(axis=-2, keepdims=True), peaks, sinks).swapaxes(-1, -2)
-    out = (weights.swapaxes(-1, -2) @ values) / totals
+    weights = [exp2_below(it, peaks) for it in scores]
+    sums = reduce(mx.add, [it.sum(axis=-2, keepdims=True) for it in weights])
+    totals = _with_sinks(sums, peaks, sinks).swapaxes(-1, -2)
+    pairs = zip(weights, parts, strict=True)
+    out = reduce(mx.add, [it.swapaxes(-1, -2) @ values[:, :, part] for it, part in pairs]) / totals
     return out.reshape(pieces, kv_heads, repeats, count, -1)
 
 

@@ -139,18 +139,42 @@ def test_a_window_with_sinks_reads_the_first_rows_and_the_last() -> None:
     np.testing.assert_allclose(got, _masked_attention(rows, mask), rtol=0, atol=1e-5)
 
 
+def test_keys_that_a_tile_of_queries_sees_whole_are_scored_apart() -> None:
+    """A prompt of six tiles, the last two with 512 and more such keys before them."""
+    geometry = Geometry(block_size=16, groups=(Group(num_blocks=44),))
+    rows = 700
+    piece = Book(geometry).append(0, [0] * rows)
+    context = StepContext(build(Batch(1, (piece,)), geometry))
+    tiles = context.buckets[0].views[0].tiles
+    assert [(it.begin, it.end, it.keys, it.clear) for it in tiles] == [
+        (0, 128, 128, 0),
+        (128, 256, 256, 0),
+        (256, 384, 384, 0),
+        (384, 512, 512, 0),
+        (512, 640, 640, 513),
+        (640, 700, 700, 641),
+    ]
+    assert [it.bias.shape for it in tiles[3:]] == [(1, 128, 512), (1, 128, 127), (1, 60, 59)]
+    wanted = _masked_attention(rows, np.tri(rows, dtype=bool))
+    np.testing.assert_allclose(
+        _attention_output(geometry, rows, (rows,)), wanted, rtol=0, atol=1e-5
+    )
+
+
 def _random_rows(rows: int) -> tuple[mx.array, mx.array, mx.array]:
     """Queries of 4 heads, keys and values of 2: [rows, heads, 1, 8]."""
     parts = [mx.random.normal((rows, n, 1, 8), key=mx.random.key(7 + n)) for n in (4, 2, 3)]
     return parts[0], parts[1], parts[2][:, :2]
 
 
-def _attention_output(geometry: Geometry, rows: int) -> np.ndarray:
+def _attention_output(
+    geometry: Geometry, rows: int, counts: tuple[int, ...] = (12, 1, 1, 5, 1, 1)
+) -> np.ndarray:
     queries, keys, values = _random_rows(rows)
     pages = Pages(geometry, (LayerShape(0, 2, 8, 8, mx.float32),)).begin()
     book = Book(geometry)
     outs, done = [], 0
-    for step, count in enumerate((12, 1, 1, 5, 1, 1)):
+    for step, count in enumerate(counts):
         piece = book.append(0, [0] * count)
         context = StepContext(build(Batch(step, (piece,)), geometry))
         part = slice(done, done + count)
