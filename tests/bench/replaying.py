@@ -32,17 +32,21 @@ from server.submission import Submission
 from statemachine.geometry import Geometry, Group
 from statemachine.records import FORMAT, Header, Parameters
 
+from . import machine
 from .replay_child import measured
 from .table import Table
 
 ANSWER_TOKENS = 600
-FOLDER_ROUNDS = 20
+FOLDER_ROUNDS = 40
 SEGMENT_BYTES = 1_500_000
 """Behind a checkpoint of half as much, which each pass begins with."""
 REPEATS = 5
 ROWS_MIN = 10_000
 ROWS_MAX = 100_000
 """The longest tape where nobody asks for longer ones."""
+ASKED = {FOLD: 300_000, PLAN: 3_000 * 32}
+"""Rows a second."""
+PACE_SECONDS = 0.1
 _MAKERS = {
     FOLD: ("tests.bench.by_hand", "{rows}"),
     PLAN: ("tests.long_tape", "/dev/stdout", "{rows}", "chats"),
@@ -51,17 +55,23 @@ _MAKERS = {
 
 
 def rates(table: Table) -> None:
-    """Rows and steps a second of processor time, medians."""
+    """Rows and steps a second of processor time, medians; and how many records of seven fields
+    could be made in that time, as measured around each replay: by these the machine's moods and
+    other machines compare.
+    """
     with tempfile.TemporaryDirectory() as folder:
         for running, lookahead in ((64, False), (32, False), (32, True)):
             path = Path(folder) / f"{running}-{lookahead}.log"
             _decode_steps(path, running, lookahead)
             ahead = ", lookahead" if lookahead else ""
             for depth in (FOLD, PLAN):
-                seconds, rows, steps = _median(path, depth)
+                seconds, rows, steps, records = _median(path, depth)
                 name = f"{depth}, {running} rows a step{ahead}"
                 table.add(name, rows / seconds, "rows a s")
                 table.add(name, steps / seconds, "steps a s")
+                asked = 1e9 / ASKED[depth] / machine.PLAN_MACHINE_NS
+                what = f"{ASKED[depth]:,} rows a s on the plan's machine"
+                table.add(f"{name}: a row", records / rows, "records", asked, what)
 
 
 def side_by_side(table: Table) -> None:
@@ -125,10 +135,18 @@ def _decode_steps(
     engine.stop()
 
 
-def _median(path: Path, depth: str) -> tuple[float, int, int]:
-    """Seconds of the processor, rows and steps of a replay."""
-    runs = [measured(str(path), depth) for _ in range(REPEATS)]
-    return statistics.median(run[0] for run in runs), *runs[0][1:]
+def _median(path: Path, depth: str) -> tuple[float, int, int, float]:
+    """Seconds of the processor, rows, steps and the cost in records of a replay."""
+    seconds: list[float] = []
+    records: list[float] = []
+    before = machine.record_ns(PACE_SECONDS)
+    for _ in range(REPEATS):
+        spent, rows, steps = measured(str(path), depth)
+        after = machine.record_ns(PACE_SECONDS)
+        seconds.append(spent)
+        records.append(spent * 1e9 / ((before + after) / 2))
+        before = after
+    return statistics.median(seconds), rows, steps, statistics.median(records)
 
 
 def growth(table: Table, rows_max: int = ROWS_MAX) -> None:
