@@ -76,6 +76,9 @@ class KeptBlocks:
 
     def offer(self, arrived: RequestArrived, read: Read) -> BlocksOffered | None:
         """What a request may load, if anything was read for it; it is held until `forget`."""
+        if not self._store.holds(read):
+            self._store.release(read)
+            return None
         if not read.blocks:
             return None
         self._ready[arrived.request] = read

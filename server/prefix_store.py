@@ -69,10 +69,14 @@ class Counts:
 
 
 class Read(Struct, frozen=True):
-    """Blocks [first, first + len(blocks)) of a prompt, by chain in their order."""
+    """Blocks [first, first + len(blocks)) of a prompt, by chain in their order.
+
+    clears: how often the store had been cleared when they were asked for.
+    """
 
     first: int = 0
     blocks: Mapping[bytes, Kept] = {}
+    clears: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -135,6 +139,7 @@ class PrefixStore:
         self._bytes = 0
         self._pending: dict[bytes, Kept] = {}
         self._ready_bytes = 0
+        self._clears = 0
         self._full = False
         prepare(folder)
         try:
@@ -176,10 +181,14 @@ class PrefixStore:
 
     def ask(self, space: Namespace, tokens: tuple[int, ...], first: int) -> Future[Read] | None:
         """Read a prompt's blocks from block `first` on; None where the first is not there."""
-        chains = self.chains.of(space, tokens)
+        chains, clears = self.chains.of(space, tokens), self._clears
         if first >= len(chains) or not self.has(chains[first]):
             return None
-        return self._reader.submit(self._read_or_none, space, tokens, first, chains)
+        return self._reader.submit(self._read_or_none, space, tokens, first, chains, clears)
+
+    def holds(self, read: Read) -> bool:
+        """Whether the store was not cleared since: what was read before is not to be used."""
+        return read.clears == self._clears
 
     def release(self, read: Read) -> None:
         """What was read is not needed any more."""
@@ -193,6 +202,7 @@ class PrefixStore:
             self._files.clear()
             self._pending.clear()
             self._bytes = 0
+            self._clears += 1
         self._writer.submit(self._guarded, self._unlink, gone)
 
     def drain(self) -> None:
@@ -245,7 +255,7 @@ class PrefixStore:
 
     def _write(self, block: Kept) -> None:
         with self._lock:
-            if block.chain not in self._pending:
+            if self._pending.get(block.chain) is not block:
                 return  # the store was cleared since
         path = self._path(block.chain)
         data = encoded(block, self._spec, self._geometry.identity)
@@ -256,8 +266,10 @@ class PrefixStore:
             return
         self._full = False
         with self._lock:
-            cleared = self._pending.pop(block.chain, None) is None
+            # Another of that name may wait by now: its own rows are to be written, not these.
+            cleared = self._pending.get(block.chain) is not block
             if not cleared:
+                del self._pending[block.chain]
                 self._files[block.chain] = len(data)
                 self._bytes += len(data)
                 self.counts.stored += 1
@@ -265,24 +277,30 @@ class PrefixStore:
 
     def _could_not(self, block: Kept, error: OSError) -> None:
         with self._lock:
-            self._pending.pop(block.chain, None)
+            if self._pending.get(block.chain) is block:
+                del self._pending[block.chain]
             self.counts.dropped += 1
         if not self._full:  # once for a disk that is full, not for each block
             log.warning("a block was not kept", folder=str(self._folder), error=error.strerror)
         self._full = True
 
     def _read_or_none(
-        self, space: Namespace, tokens: tuple[int, ...], first: int, chains: list[bytes]
+        self,
+        space: Namespace,
+        tokens: tuple[int, ...],
+        first: int,
+        chains: list[bytes],
+        clears: int,
     ) -> Read:
         try:
-            return self._read(space, tokens, first, chains)
+            return Read(first, self._read(space, tokens, first, chains), clears)
         except Exception:
             log.exception("the prefix store could not be read")
             return Read()
 
     def _read(
         self, space: Namespace, tokens: tuple[int, ...], first: int, chains: list[bytes]
-    ) -> Read:
+    ) -> dict[bytes, Kept]:
         """As many blocks as are there and hold, one after the other."""
         geometry, size = self._geometry, self._geometry.block_size
         found: dict[bytes, Kept] = {}
@@ -299,7 +317,7 @@ class PrefixStore:
                     break
                 found[chain] = block
             parent = key
-        return Read(first, found)
+        return found
 
     def _reserve(self) -> bool:
         with self._lock:
