@@ -27,6 +27,8 @@ UNIFORM_BITS = 22
 """Few enough that a uniform number times a float32 sum stays below that sum."""
 BISECTIONS = 16
 """Halvings in search of a nucleus' edge: to 0.0005 in log2 of the probability, or better."""
+TEMPERATURE_MIN = 1e-30
+"""Below it is greedy: float32 cannot divide logits by much less, and the draw would be of NaNs."""
 
 
 @frozen(eq=False)
@@ -69,7 +71,7 @@ def uniform(seed: int, position: int) -> float:
 
 def is_greedy(parameters: Parameters | None) -> bool:
     """Whether only the largest logit can be chosen."""
-    return parameters is None or parameters.temperature <= 0 or parameters.top_k == 1
+    return parameters is None or parameters.temperature < TEMPERATURE_MIN or parameters.top_k == 1
 
 
 def plan_samples(asked: Iterable[tuple[Parameters | None, int]]) -> SamplingPlan:

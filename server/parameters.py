@@ -12,6 +12,9 @@ from .submission import RequestRefused
 TOP_LOGPROBS_MAX = 20
 """The most likely tokens that a kernel tells beside a chosen one."""
 
+REPETITION_MIN, REPETITION_MAX = 0.01, 100.0
+"""Bounds of repetition_penalty: logits divided or multiplied by these stay numbers in float32."""
+
 _NUMBERS = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty")
 
 
@@ -26,9 +29,10 @@ def refuse_parameters(
         if not math.isfinite(value):
             raise RequestRefused(f"{name} must be a finite number, not {value}", param=name)
     repetition = parameters.repetition_penalty
-    if not (math.isfinite(repetition) and repetition > 0):
+    if not REPETITION_MIN <= repetition <= REPETITION_MAX:
         raise RequestRefused(
-            f"repetition_penalty must be a finite number above 0, not {repetition}",
+            f"repetition_penalty must be between {REPETITION_MIN} and {REPETITION_MAX:g}, not "
+            f"{repetition} (1 changes nothing)",
             param="repetition_penalty",
         )
     _refuse_bias(parameters, vocab_size)

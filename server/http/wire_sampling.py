@@ -13,6 +13,7 @@ from kernel.tokenizer import Tokenizer
 from statemachine.events import Namespace
 from statemachine.records import NO_LOGPROBS, NO_SCORES, Parameters
 
+from ..parameters import REPETITION_MAX, REPETITION_MIN
 from .asking import NO_LIMIT, SEED_MASK, random_seed
 from .wire import ApiError, check_range
 from .wire_grammar import Constrained
@@ -117,7 +118,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("n", 1, COPIES_MAX),
     ("frequency_penalty", -2, 2),
     ("presence_penalty", -2, 2),
-    ("repetition_penalty", 0, 100),
+    ("repetition_penalty", REPETITION_MIN, REPETITION_MAX),
     ("priority", -(2**31), 2**31 - 1),
 )
 
@@ -128,9 +129,6 @@ def check_sampling(request: Sampling, stops_param: str = "stop") -> None:
         check_range(name, getattr(request, name), low, high)
     if request.top_p == 0:
         raise ApiError("top_p is 0; it must be above 0 (temperature 0 is greedy).", param="top_p")
-    if request.repetition_penalty == 0:
-        name = "repetition_penalty"
-        raise ApiError(f"{name} is 0; it must be above 0 (1 changes nothing).", param=name)
     _check_stops(request.stops, stops_param)
     bias_of(request.logit_bias)
 
