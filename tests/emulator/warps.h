@@ -3,6 +3,7 @@
 // Threads run in turn until they meet at a barrier of their block or exchange numbers with their
 // warp. Blocks run one after the other. A load that is not aligned to its size ends the program.
 #pragma once
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <cmath>
@@ -18,10 +19,16 @@ static Index3 threadIdx, blockIdx, gridDim, blockDim;
 
 namespace emulator {
 struct Meeting { int arrived = 0; long round = 0; };
-struct Fiber { ucontext_t context; std::vector<char> stack; bool done; int exchanges; };
+struct Fiber {
+  ucontext_t context;
+  jmp_buf point;
+  std::vector<char> stack;
+  bool begun, done;
+  int exchanges;
+};
 
 static std::vector<Fiber> fibers;
-static ucontext_t scheduler;
+static jmp_buf scheduler;
 static int current;
 static std::function<void()> body;
 static Meeting warp_meetings[32], block_meeting;
@@ -29,9 +36,16 @@ static unsigned numbers[32][2][32][8];  // of a warp, this exchange's and the la
 
 inline void fail(const char* what) { std::fprintf(stderr, "emulator: %s\n", what); std::abort(); }
 
+// A context is used to begin a thread only: going on in one asks the system twice.
+inline void go_on(Fiber& fiber) {
+  if (_setjmp(scheduler)) return;
+  if (fiber.begun) _longjmp(fiber.point, 1);
+  fiber.begun = true;
+  setcontext(&fiber.context);
+}
 inline void rest() {
   int me = current;
-  swapcontext(&fibers[me].context, &scheduler);
+  if (!_setjmp(fibers[me].point)) _longjmp(scheduler, 1);
   current = me;
   threadIdx = {me, 0, 0};
 }
@@ -51,7 +65,7 @@ inline unsigned (*exchange(const unsigned* mine, int count))[8] {
 inline void start() {
   body();
   fibers[current].done = true;
-  swapcontext(&fibers[current].context, &scheduler);
+  _longjmp(scheduler, 1);
 }
 inline void run_block(int threads) {
   fibers.resize(threads);
@@ -59,7 +73,7 @@ inline void run_block(int threads) {
   for (auto& meeting : warp_meetings) meeting = {};
   for (auto& fiber : fibers) {
     fiber.stack.resize(1 << 16);
-    fiber.done = false;
+    fiber.begun = fiber.done = false;
     fiber.exchanges = 0;
     getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = fiber.stack.data();
@@ -73,7 +87,7 @@ inline void run_block(int threads) {
       if (fibers[i].done) continue;
       current = i;
       threadIdx = {i, 0, 0};
-      swapcontext(&scheduler, &fibers[i].context);
+      go_on(fibers[i]);
       left += !fibers[i].done;
     }
   }
