@@ -211,11 +211,10 @@ def replayed(outcome: Outcome, folder: Path) -> str:
     return "" if found.divergence is None else str(found.divergence)
 
 
-def line_of(name: str) -> Architecture:
-    """How an architecture is served, found by trying."""
-    if name in UNABLE:
+def line_of(name: str, family: Family | None) -> Architecture:
+    """How an architecture is served, by what was found of its model; None: it cannot be run."""
+    if family is None:
         return Architecture(name, "untested", note=UNABLE[name])
-    family = family_of(architecture_model(name))
     able = [held for held in ABLE if getattr(family.capabilities, held).able]
     kinds = tuple(group.kind for group in family.groups())
     note = re.sub(r" by [^ ]+ of the largest.*?rounding\)", "", family.reason.partition("; ")[2])
@@ -272,7 +271,11 @@ def document(table: list[Architecture]) -> str:
 
 def main() -> None:
     """Write the table anew."""
-    table = [line_of(name) for name in architectures()]
+    found = {
+        name: None if name in UNABLE else family_of(architecture_model(name))
+        for name in architectures()
+    }
+    table = [line_of(name, family) for name, family in found.items()]
     lines = ",\n".join(json.encode(line).decode() for line in table)
     TABLE_FILE.write_text(f"[\n{lines}\n]\n")
     DOCUMENT.write_text(document(table))

@@ -197,20 +197,30 @@ def _valid(tokens: tuple[int, ...]) -> None:
     jsonschema.validate(json.loads(tokenizer().decode(tokens)), SCHEMA)
 
 
+ASKING = [
+    (PROMPTS[0], wanted(OBJECT)),
+    (PROMPTS[1], wanted(OBJECT, temperature=1.0, seed=4)),
+    (PROMPTS[2], wanted(DIGITS, temperature=1.0, seed=5)),
+    (PROMPTS[3], wanted(DIGITS, frequency_penalty=1.0)),
+    (PROMPTS[3], Parameters(12)),
+]
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[tuple[int, ...]]:
+    """What each of ASKING is answered with nobody beside it."""
+    return [run([asked]).inboxes[0].tokens for asked in ASKING]
+
+
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_answers_match_alone_and_together_and_replay_clean(
-    policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    policy: Policy,
+    alone: list[tuple[int, ...]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asking = [
-        (PROMPTS[0], wanted(OBJECT)),
-        (PROMPTS[1], wanted(OBJECT, temperature=1.0, seed=4)),
-        (PROMPTS[2], wanted(DIGITS, temperature=1.0, seed=5)),
-        (PROMPTS[3], wanted(DIGITS, frequency_penalty=1.0)),
-        (PROMPTS[3], Parameters(12)),
-    ]
-    made = run(asking, policy)
-    for (prompt, parameters), inbox in zip(asking, made.inboxes, strict=True):
-        assert inbox.tokens == run([(prompt, parameters)]).inboxes[0].tokens
+    made = run(ASKING, policy)
+    assert [inbox.tokens for inbox in made.inboxes] == alone
     assert [inbox.reason for inbox in made.inboxes] == [*["stop"] * 4, "length"]
     _valid(made.inboxes[0].tokens)
     _valid(made.inboxes[1].tokens)
