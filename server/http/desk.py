@@ -116,7 +116,22 @@ class Desk:
         """
         if self.closing or not self.engine.healthy:
             raise unavailable(self.closing)
-        ask = self._named(ask)
+        named = self._named(ask)
+        while True:
+            try:
+                return self._submit_all(named)
+            except RequestRefused as refusal:
+                tried = named
+                if refusal.code == MODEL_NOT_FOUND:
+                    named = self._named(ask)
+                if named.namespace == tried.namespace:
+                    raise _refusal(refusal, ask.prompt_param) from None
+                # Its adapter was loaded anew just now: all answers are of the new one.
+            except EngineStopped:
+                raise unavailable(self.closing) from None
+
+    def _submit_all(self, ask: Ask) -> list[Answer]:
+        """All answers of an Ask, or none. Raises ApiError, RequestRefused, EngineStopped."""
         submissions = submissions_of(
             ask,
             context_tokens=self.engine.context_tokens,
@@ -127,12 +142,9 @@ class Desk:
         try:
             for index, submission in enumerate(submissions):
                 answers.append(self._submit(ask, index, submission, answers))
-        except RequestRefused as refusal:
+        except (RequestRefused, EngineStopped):
             _close(answers)
-            raise _refusal(refusal, ask.prompt_param) from None
-        except EngineStopped:
-            _close(answers)
-            raise unavailable(self.closing) from None
+            raise
         self._answers.update(answers)
         self._idle.clear()
         return answers
