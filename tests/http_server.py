@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from starlette.applications import Starlette
 
@@ -44,8 +44,8 @@ class LiveServer:
         self._loop.call_soon_threadsafe(self._stop.set)
 
     def stop(self) -> None:
-        """Stop, and wait until the loop is closed."""
-        if self._thread.is_alive():
+        """Stop, and wait until the loop is closed, as it may be by now."""
+        with suppress(RuntimeError):
             self.begin_stop()
         self._thread.join(WAIT_S)
         assert not self._thread.is_alive()

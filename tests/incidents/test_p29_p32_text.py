@@ -12,7 +12,7 @@ from msgspec import structs
 from statemachine.records import StepDone
 
 from ..fake_engine import byte_tokenizer
-from .serving import MODEL, PLAIN, POLICY, Gate, Read, Served, over_fake, read, replays
+from .serving import MODEL, PLAIN, POLICY, WAIT_S, Gate, Read, Served, over_fake, read, replays
 
 TOKENIZER = byte_tokenizer(PLAIN)
 STREAMS = ({}, {"stream": True, "stream_options": {"include_usage": True}})
@@ -58,6 +58,7 @@ def together(
     policy = structs.replace(POLICY, lookahead=lookahead)
     with over_fake(policy=policy, script=sayings, delay=gate) as served:
         first = served.post("hold", max_tokens=1)
+        assert gate.reached.wait(WAIT_S)
         answers = sayings.ask(served, contents, gate, **fields)
         assert read(first).tokens == 1
         served.idle()
