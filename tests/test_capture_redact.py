@@ -18,8 +18,8 @@ from server.settings import Settings, SettingsError
 from statemachine.records import Checkpoint, Gap, Header, StepDone
 
 from . import sim as sims
+from .redacting import numbers_in, private
 from .sim import SMALL, Sim
-from .test_replay_redact import numbers_in, private
 
 SECRETS = {3_000_005, 777_777, 888_888, 999_999}
 

@@ -1,45 +1,30 @@
-"""Metrics: exact counts after a scripted load, in the words that vLLM uses, and who may ask."""
+"""Metrics: exact counts after a scripted load, in the words that vLLM uses."""
 
 from __future__ import annotations
 
-import json
-import re
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
-import pytest
 from msgspec import structs
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_families
 from prometheus_client.parser import text_string_to_metric_families
 
-from kernel.batch import Batch
 from kernel.fake import Failure, FakeKernel
 from server.capture import CaptureWriter
 from server.closing import Outcome
 from server.counters import Counters, Histogram
 from server.engine import Engine
-from server.http.app import ROUTES, create_app
-from server.http.metrics import Metrics
 from server.loop import Parts
-from server.settings import Settings
 from server.submission import Submission
 from server.view import StepPlan, initial, receive
 from server.waiting import Waiting
 from statemachine.events import DRAFT, Appended, Preempted, Rewound
-from statemachine.geometry import Geometry, Group
 from statemachine.records import Parameters, RequestArrived, ShadowReport, StepDone
 
-from .fake_engine import FakeEngine, byte_tokenizer, scripted
-from .http_server import WAIT_S, live_server
+from .fake_engine import scripted
+from .scrapes import PROMPT, labelled, of, plain
 from .sim import POLICY, SMALL, TIGHT, Inbox, Sim, header, prompts
 
-DOCS = Path(__file__).parent.parent / "docs"
-PROMPT = tuple(range(1, 19))
-KEY = "a-key-of-this-test"
 VLLM = {
     *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"),
     *("prefix_cache_queries", "prefix_cache_hits", "num_preemptions", "prompt_tokens"),
@@ -50,38 +35,6 @@ VLLM = {
     *("spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"),
 }
 """Names of vLLM 0.11 that mean here what they mean there."""
-
-
-def exposed(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    """Every sample by its name and its labels but for the model's."""
-    body, _ = metrics.exposition("text/plain")
-    found = {}
-    for family in text_string_to_metric_families(body.decode()):
-        for sample in family.samples:
-            if not family.name.startswith("process_"):
-                assert sample.labels.pop("model_name") == "models/tiny"
-                found[sample.name, tuple(sorted(sample.labels.items()))] = sample.value
-    return found
-
-
-def plain(metrics: Metrics) -> dict[str, float]:
-    """Samples without labels, less the prefix."""
-    found = exposed(metrics)
-    return {
-        name.removeprefix("mlxtape_"): value
-        for (name, labels), value in found.items()
-        if not labels
-    }
-
-
-def of(engine: Any) -> Metrics:
-    return Metrics(engine, "models/tiny", ROUTES)
-
-
-def labelled(metrics: Metrics, name: str) -> dict[str, float]:
-    """A family's samples by the value of its one label."""
-    found = exposed(metrics)
-    return {labels[0][1]: value for (n, labels), value in found.items() if n == f"mlxtape_{name}"}
 
 
 def test_a_scripted_load_is_counted_exactly() -> None:
@@ -262,211 +215,3 @@ def test_scrapers_get_the_format_that_they_ask_for() -> None:
     assert new.startswith("application/openmetrics-text; version=1.0.0")
     names = {family.name for family in open_families(body.decode())}
     assert "mlxtape_iteration_tokens_total" in names
-
-
-@contextmanager
-def served(engine: Any, **settings: Any) -> Iterator[httpx.Client]:
-    chosen = Settings(grace_s=0.0, **settings)
-    app = create_app(engine, byte_tokenizer(), "models/tiny", chosen)
-    with live_server(app, chosen) as server, httpx.Client(base_url=server.url) as client:
-        client.metrics = app.state.metrics  # type: ignore[attr-defined]
-        yield client
-
-
-def responses(text: str) -> dict[tuple[str, str, str], float]:
-    found = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            if sample.name == "mlxtape_http_requests_total":
-                labels = sample.labels
-                found[labels["method"], labels["route"], labels["status"]] = sample.value
-    return found
-
-
-def test_responses_are_counted_by_route_and_nothing_that_a_client_chose_is_a_label() -> None:
-    body = {"messages": [{"role": "user", "content": "x"}]}
-    with scripted("Hello.") as engine, served(engine) as client:
-        for _ in range(2):
-            client.post("/v1/chat/completions", json=body)
-        client.post("/v1/chat/completions", json=body | {"stream": True})
-        client.post("/v1/chat/completions", content=b"{")
-        client.get("/v1/chat/completions")
-        client.get("/v1/models/models/tiny")
-        client.get("/v1/models/secret-name")
-        client.get("/secret-path?secret-query=1")
-        client.request("SECRETMETHOD", "/health")
-        answer = client.get("/metrics")
-    assert responses(answer.text) == {
-        ("POST", "/v1/chat/completions", "200"): 3,
-        ("POST", "/v1/chat/completions", "400"): 1,
-        ("GET", "/v1/chat/completions", "405"): 1,
-        ("GET", "/v1/models/{name}", "200"): 1,
-        ("GET", "/v1/models/{name}", "404"): 1,
-        ("GET", "other", "404"): 1,
-        ("other", "/health", "405"): 1,
-    }
-    assert "secret" not in answer.text.lower()
-
-
-def test_with_keys_metrics_need_one_unless_they_are_public() -> None:
-    with scripted("x") as engine:
-        with served(engine, api_key=(KEY,)) as client:
-            closed = client.get("/metrics").status_code
-            opened = client.get("/metrics", headers={"x-api-key": KEY}).status_code
-        with served(engine, api_key=(KEY,), public_metrics=True) as client:
-            public = client.get("/metrics")
-    assert (closed, opened, public.status_code) == (401, 200, 200)
-    assert responses(public.text) == {}
-
-
-def test_a_scrape_waits_neither_for_a_step_nor_for_the_engines_lock() -> None:
-    reached, go_on = threading.Event(), threading.Event()
-
-    def delay(batch: Batch) -> None:
-        reached.set()
-        assert go_on.wait(WAIT_S)
-
-    parts = Parts(FakeKernel(SMALL, delay=delay), POLICY, None, header(SMALL, POLICY))
-    engine = Engine(lambda: parts)
-    engine.start()
-    try:
-        with served(engine) as client:
-            engine.submit(Submission(PROMPT, Parameters(5)), Inbox())
-            assert reached.wait(WAIT_S)
-            with engine._wake:  # whoever submits holds it
-                text = client.get("/metrics").text
-    finally:
-        go_on.set()
-        engine.stop(WAIT_S)
-    assert 'mlxtape_num_requests_running{model_name="models/tiny"} 1.0' in text
-
-
-def test_scrapes_under_load_see_counts_that_fit_each_other_and_never_go_back() -> None:
-    geometry = Geometry(4, (Group(num_blocks=256),))
-    ahead = structs.replace(POLICY, lookahead=True)
-    parts = Parts(FakeKernel(geometry), ahead, None, header(geometry, ahead))
-    engine = Engine(lambda: parts)
-    engine.start()
-    metrics, before = of(engine), dict[Any, float]()
-    try:
-        inboxes = [Inbox() for _ in range(40)]
-        for inbox, prompt in zip(inboxes, prompts(40, seed=9), strict=True):
-            engine.submit(Submission(prompt, Parameters(20)), inbox)
-        while any(inbox.reason is None for inbox in inboxes):
-            now = exposed(metrics)
-            for key, value in before.items():
-                if key[0].endswith(("_total", "_bucket", "_count", "_sum")):
-                    assert now[key] >= value, key
-            for name, labels in now:
-                if labels == (("le", "+Inf"),):
-                    count = name.removesuffix("_bucket") + "_count"
-                    assert now[count, ()] == now[name, labels]
-            before = now
-    finally:
-        engine.stop(WAIT_S)
-    assert plain(metrics)["generation_tokens_total"] == 40 * 20
-
-
-def test_a_stopped_engine_is_not_healthy() -> None:
-    with FakeEngine(byte_tokenizer()) as engine, served(engine) as client:
-        engine.healthy = False
-        assert 'mlxtape_engine_healthy{model_name="models/tiny"} 0.0' in client.get("/metrics").text
-
-
-def families() -> list[Any]:
-    with scripted("x") as engine:
-        body, _ = of(engine).exposition("")
-    found = text_string_to_metric_families(body.decode())
-    return [family for family in found if not family.name.startswith("process_")]
-
-
-def table() -> str:
-    """The table of docs/metrics.md."""
-    lines = ["| metric | type | labels | what it is |", "|---|---|---|---|"]
-    extra = {
-        "mlxtape_request_success": "finished_reason",
-        "mlxtape_divergences": "class",
-        "mlxtape_http_requests": "method, route, status",
-    }
-    for family in families():
-        name = family.name + ("_total" if family.type == "counter" else "")
-        labels = extra.get(family.name, "")
-        lines.append(f"| `{name}` | {family.type} | {labels} | {family.documentation} |")
-    return "\n".join(lines) + "\n"
-
-
-def test_the_documented_table_is_what_a_scrape_says() -> None:
-    assert table() in (DOCS / "metrics.md").read_text(encoding="utf-8")
-
-
-def _expressions(panel: dict[str, Any]) -> Iterator[str]:
-    for target in panel.get("targets", ()):
-        yield target["expr"]
-    for inner in panel.get("panels", ()):
-        yield from _expressions(inner)
-
-
-def test_every_expression_of_the_dashboard_uses_metrics_and_labels_that_exist() -> None:
-    board = json.loads((DOCS / "grafana.json").read_text(encoding="utf-8"))
-    known = {"process_resident_memory_bytes", "process_cpu_seconds_total"}
-    labels = {"le", "model_name", "finished_reason", "class", "method", "route", "status"}
-    labels |= {"instance", "job"}  # Prometheus' own
-    for family in families():
-        parts = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"]}
-        known |= {family.name + part for part in parts.get(family.type, [""])}
-    expressions = [it for panel in board["panels"] for it in _expressions(panel)]
-    assert len(expressions) >= 20
-    used: set[str] = set()
-    for expression in expressions:
-        metrics = set(re.findall(r"\b((?:mlxtape|process)_\w+)", expression))
-        assert metrics, expression
-        used |= metrics
-        grouped = re.findall(r"by \(([^)]*)\)", expression)
-        named = {it.strip() for names in grouped for it in names.split(",")}
-        named |= set(re.findall(r"(\w+)\s*(?:=|!=|=~|!~)\s*\"", expression))
-        assert named <= labels, expression
-    assert used <= known
-    bases = {re.sub("_(bucket|sum|count)$", "", name) for name in used}
-    ours = {it.name + ("_total" if it.type == "counter" else "") for it in families()}
-    assert ours - bases == set()
-
-
-def test_the_dashboard_is_one_that_grafana_10_imports() -> None:
-    board = json.loads((DOCS / "grafana.json").read_text(encoding="utf-8"))
-    assert (board["title"], board["schemaVersion"], board["id"]) == ("mlxtape", 39, None)
-    numbers = [panel["id"] for panel in board["panels"]]
-    assert len(numbers) == len(set(numbers))
-    (source,) = [it for it in board["templating"]["list"] if it["type"] == "datasource"]
-    wanted = {"type": "prometheus", "uid": f"${{{source['name']}}}"}
-    taken: set[tuple[int, int]] = set()
-    for panel in board["panels"]:
-        assert panel["type"] in ("row", "stat", "timeseries")
-        place = panel["gridPos"]
-        cells = {
-            (x, y)
-            for x in range(place["x"], place["x"] + place["w"])
-            for y in range(place["y"], place["y"] + place["h"])
-        }
-        assert not taken & cells, panel["title"]
-        assert max(x for x, _ in cells) < 24
-        taken |= cells
-        if panel["type"] != "row":
-            assert panel["datasource"] == wanted
-            assert panel["description"]
-            assert {target["refId"] for target in panel["targets"]} <= set("ABCDEF")
-
-
-@pytest.mark.parametrize("name", ["route_metrics", "metrics", "counters"])
-def test_no_metric_is_in_the_process_wide_registry(name: str) -> None:
-    from prometheus_client import REGISTRY
-
-    ours = [family.name for family in REGISTRY.collect() if family.name.startswith("mlxtape")]
-    assert (name, ours) == (name, [])
-
-
-if __name__ == "__main__":
-    page = DOCS / "metrics.md"
-    text = page.read_text(encoding="utf-8")
-    begin = text.index("| metric |")
-    end = text.index("\n\n", begin) + 1
-    page.write_text(text[:begin] + table() + text[end:], encoding="utf-8")

@@ -25,10 +25,10 @@ from statemachine.events import BlockEvicted
 from statemachine.records import Header, RequestArrived, RequestCancelled, StepFailed, StepPlanned
 
 from .browser import Browser
+from .html_pages import history_of
 from .sim import POLICY, SMALL, header
 from .tampering import changed, first_step, write
 from .tapes import golden
-from .test_replay_html import history_of
 
 HOSTILE = "</script><script>window.hit = 1</script><img src=x onerror='window.hit = 1'>"
 READOUT = "document.getElementById('readout').textContent"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import random
 import re
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +15,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 import zstandard
+from attrs import frozen
 from msgspec import structs
 
 from replay.cli import main
@@ -72,11 +75,34 @@ def planted(fault: Fault, folder: Path) -> Path:
     raise AssertionError(f"{fault.name} does not show among 200 requests")
 
 
+@frozen
+class Shrunk:
+    """A tape of 200 requests with a fault, the small one made of it, and what was said of that."""
+
+    tape: Path
+    small: Path
+    report: MinimizeReport
+
+
+@pytest.fixture(scope="module")
+def shrunk_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Shrunk]:
+    """By a fault's name; each is planted and minimized once."""
+
+    @functools.cache
+    def made(name: str) -> Shrunk:
+        fault, folder = BY_NAME[name], tmp_path_factory.mktemp("shrunk")
+        tape, small = planted(fault, folder), folder / "small.log"
+        return Shrunk(tape, small, shrunk(fault, tape, small))
+
+    return made
+
+
 @pytest.mark.parametrize("name", PLANTED_IN_CI)
-def test_a_fault_among_200_requests_comes_down_to_three_at_most(name: str, tmp_path: Path) -> None:
-    fault, small = BY_NAME[name], tmp_path / "small.log"
-    tape = planted(fault, tmp_path)
-    report = shrunk(fault, tape, small)
+def test_a_fault_among_200_requests_comes_down_to_three_at_most(
+    name: str, shrunk_of: Callable[[str], Shrunk]
+) -> None:
+    found = shrunk_of(name)
+    tape, small, report = found.tape, found.small, found.report
     assert report.before.requests == 200
     assert report.after.requests <= FEW
     assert report.after.bytes < report.before.bytes / 20
@@ -89,10 +115,12 @@ def test_a_fault_among_200_requests_comes_down_to_three_at_most(name: str, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_twenty_faults_and_more_come_down_to_three_requests_out_of_200(tmp_path: Path) -> None:
+def test_twenty_faults_and_more_come_down_to_three_requests_out_of_200(
+    shrunk_of: Callable[[str], Shrunk],
+) -> None:
     few = []
     for fault in [it for it in ALL if it.load.kernel == FAKE and not it.load.segment_bytes][:24]:
-        report = shrunk(fault, planted(fault, tmp_path), tmp_path / "small.log")
+        report = shrunk_of(fault.name).report
         assert report.after.requests <= report.before.requests
         if report.after.requests <= FEW and report.before.requests >= 100:
             few.append(fault.name)

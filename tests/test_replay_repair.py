@@ -20,8 +20,8 @@ from replay.run import CLEAN, DIVERGED, PLAN, TORN, UNUSABLE, Options, Outcome, 
 from statemachine.codec import MAGIC, TapeDecoder, TapeEncoder, find_frame
 from statemachine.records import Checkpoint, Gap, Header, StepPlanned, TapeEnded
 
+from .following_tapes import segments_in
 from .tapes import golden
-from .test_replay_follow import segments_in
 
 GOLDEN = golden.PATH.read_bytes()
 SEED = 20261129

@@ -19,8 +19,8 @@ from replay.run import CLEAN, DIVERGED, TORN, UNUSABLE, Options, replay
 from replay.upgrade import upgrade
 from statemachine.records import FORMAT, Header
 
+from .following_tapes import segments_in
 from .tapes import golden
-from .test_replay_follow import segments_in
 
 
 @pytest.fixture
