@@ -393,11 +393,17 @@ class Loop:
             self._capture.close()
 
     def _keep_all(self) -> None:
-        """What the pool has goes into the prefix store. No event says so: nothing comes after."""
-        if self._kept is None or self.broken:
+        """What the pool has goes into the prefix store. No event says so: nothing comes after.
+
+        Where a cache was found wrong the flush that is due never comes: the store is emptied here.
+        """
+        if self._kept is None:
             return
         try:
-            self._kept.finish(self.view.state)
+            if self._guard.pending:
+                self._kept.flush()
+            elif not self.broken:
+                self._kept.finish(self.view.state)
         except Exception:
             log.exception("the pool's blocks could not be kept")
 
