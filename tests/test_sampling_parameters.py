@@ -136,21 +136,39 @@ def greedy_by_hand(prompt: tuple[int, ...], parameters: Parameters) -> tuple[int
 PROMPTS = [tuple(random_tokens(seed, 3 + 5 * seed, VOCAB)) for seed in range(5)]
 
 
+ASKING = [
+    *((prompt, wanted(14, **wished)) for prompt, wished in zip(PROMPTS, WISHES, strict=True)),
+    (PROMPTS[1], wanted(14)),
+    (PROMPTS[2], wanted(14, temperature=1.0, seed=4)),
+]
+
+
+@pytest.fixture(scope="module")
+def ruled() -> list[tuple[int, ...]]:
+    """What ASKING but for the last one, which is sampled, is answered by the rules."""
+    return [greedy_by_hand(*asked) for asked in ASKING[:-1]]
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[tuple[int, ...]]:
+    """What each of ASKING is answered with nobody beside it."""
+    return [run([asked]).inboxes[0].tokens for asked in ASKING]
+
+
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_answers_are_those_of_the_rules_alone_and_together_and_replay_clean(
-    policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    policy: Policy,
+    ruled: list[tuple[int, ...]],
+    alone: list[tuple[int, ...]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asking = [
-        (prompt, wanted(14, **wished)) for prompt, wished in zip(PROMPTS, WISHES, strict=True)
-    ]
-    asking += [(PROMPTS[1], wanted(14)), (PROMPTS[2], wanted(14, temperature=1.0, seed=4))]
-    made = run(asking, policy)
+    made = run(ASKING, policy)
     assert bool(made.appended(DRAFT)) == bool(policy.draft_tokens)
     assert bool(made.appended(LOOKAHEAD)) == policy.lookahead
-    for (prompt, parameters), inbox in zip(asking[:6], made.inboxes, strict=False):
-        assert inbox.tokens == greedy_by_hand(prompt, parameters)
-    for (prompt, parameters), inbox in zip(asking, made.inboxes, strict=True):
-        assert inbox.tokens == run([(prompt, parameters)]).inboxes[0].tokens
+    answers = [inbox.tokens for inbox in made.inboxes]
+    assert answers[:-1] == ruled
+    assert answers == alone
     assert made.inboxes[1].tokens != made.inboxes[5].tokens
     assert_clean(made, tmp_path, monkeypatch)
 
