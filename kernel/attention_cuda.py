@@ -79,11 +79,11 @@ class CudaDialect:
 
     in_place = True
     blocks = 264
-    products: Products | None = CudaProducts()
     sampler: Sampler | None = CudaSampler()
 
     def __init__(self) -> None:
         self._counters: dict[int, mx.array] = {}
+        self.products: Products | None = CudaProducts()
 
     def decode(
         self, shape: Shape, plan: mx.array, counts: RowsPlan, queries: mx.array, layer: Layer

@@ -1,6 +1,6 @@
-"""Products of few rows with a layer's weights, by paged_source/product.h: CUDA's launches.
+"""Products of few rows with a layer's weights, by paged_source: CUDA's launches of them.
 
-Owns which kernels there are, and which products are left to MLX. MLX hands a product of two rows
+Owns which kernels there are, and how weights are cut for them. MLX hands a product of two rows
 or more to cuBLAS, at 17 microseconds of the processor's time each; these take 4, and take along
 what stands beside a product in a transformer's layer: the norm before it, the rotation of queries
 and keys, the gate, the sum with what the layer was given.
@@ -14,22 +14,33 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import mlx.core as mx
-from attrs import frozen
+from attrs import evolve, frozen
 
 from .fastmath import SWIGLU
 
 SOURCE = Path(__file__).parent / "paged_source"
 HEADERS = ("cuda.h", "product.h")
-ROWS_MAX = 64
+"""For up to NARROW_ROWS."""
+WIDE_HEADERS = ("cuda.h", "hopper.h", "product.h", "wide.h")
+"""For more, on a GPU that has Hopper's instructions; elsewhere these are left to MLX."""
+HOPPER = 9
+"""Of the compute capability."""
+NARROW_ROWS, ROWS_MAX = 8, 64
+NARROW_THREADS = 512
+"""An H200 has about as many multiprocessors as some weights have tiles: a block that has one for
+itself must keep its memory busy.
+"""
 TILE = 32
-"""Rows of weights that a warp takes; product.h's."""
+"""Rows of weights that are finished together; product.h's."""
 PART = 32
 """The width of x is a multiple of that."""
-LARGE = 1 << 25
-"""Weights from that number on are left to cuBLAS, where rows are more than LARGE_ROWS: loads of the
-rows then take longer than those of the weights.
-"""
-LARGE_ROWS = 8
+STEP_BYTES, WIDE_THREADS = 128, 256
+"""wide.h's: bytes of a row in a stage, threads of a block."""
+MULTIPROCESSORS = 132
+"""Of an H200: no more blocks than that share tiles."""
+ROOM_BYTES, SLACK_BYTES = 224 << 10, 4 << 10
+"""Of a multiprocessor's shared memory, for blocks that run at once; and what no stage is in."""
+STAGES_MAX = 8
 
 
 @frozen(eq=False)
@@ -104,135 +115,214 @@ class PlainProducts:
 
 @frozen
 class Source:
-    """A kernel: its name, warps of a block, what it is fed and gives, and the body of it."""
+    """A kernel: its name, threads of a block, the bytes that these share beyond what the body says,
+    what it is fed and gives, and the body of it.
+    """
 
     name: str
-    warps: int
+    headers: tuple[str, ...]
+    threads: int
+    room_bytes: int
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     body: str
 
 
+@frozen
+class Form:
+    """A struct of product.h, as `layer`, with `width` and `features` (of all weights), and the
+    kernel's arguments that it names. words: all that it depends on, since MLX keeps what it
+    compiled by name.
+    """
+
+    kind: str
+    words: tuple[object, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    text: str
+
+
+@frozen
+class Cut:
+    """How wide.h cuts a product: rows that it is compiled for, tiles and stages of a block, and
+    blocks that share tiles, each a part of the width.
+    """
+
+    rows: int
+    tiles: int
+    splits: int
+    stages: int = 1
+    norm_bytes: int = 0
+
+    @property
+    def stage_bytes(self) -> int:
+        return (self.tiles * TILE + self.rows) * STEP_BYTES
+
+    def groups(self, features: int) -> int:
+        """Of blocks that share tiles."""
+        return -(-features // (TILE * self.tiles))
+
+    @property
+    def share(self) -> int:
+        """Numbers that a block leaves the last of its group; wide.h's SHARE."""
+        return -(-self.tiles // 4) * self.rows // 2 * WIDE_THREADS + self.rows
+
+
 T = "__nv_bfloat16"
 
 
-def warps_of(tiles: int) -> int:
-    """Of a block. An H200 has about as many multiprocessors as some weights have tiles: a block
-    that has one for itself must keep its memory busy. For sums of many rows sixteen warps have too
-    few registers, and such a launch fails without a word.
+@cache
+def cut(rows: int, features: int, width: int) -> Cut:
+    """The quickest way, by a guess in microseconds: a step takes a while however little it reads,
+    all blocks together read 4.3 TB/s, weights from memory and x, at half the cost, from a cache,
+    and to add up what blocks leave each other takes 6.
     """
-    return 16 if tiles == 1 else 8
+    steps = -(-width * 2 // STEP_BYTES)
+    asked = next(it for it in (16, 32, 64) if rows <= it)
+
+    def guess(tiles: int, splits: int) -> float:
+        blocks = Cut(asked, tiles, splits).groups(features) * splits
+        read = blocks * (tiles * TILE + asked / 2) * STEP_BYTES
+        if splits > 1 and (blocks > MULTIPROCESSORS or splits > steps):
+            return float("inf")
+        each = max(0.3 + 0.05 * tiles, read / 4.3e6)
+        return steps / splits * each + (6.0 if splits > 1 else 0.0)
+
+    sizes = (1, 2, 4)
+    tiles, splits = min(((t, s) for t in sizes for s in sizes), key=lambda it: guess(*it))
+    norm_bytes = (steps // splits + 1) * STEP_BYTES
+    one = Cut(asked, tiles, splits, norm_bytes=norm_bytes)
+    at_once = 1 if one.groups(features) * splits <= MULTIPROCESSORS else 2
+    stages = (ROOM_BYTES // at_once - SLACK_BYTES - norm_bytes) // one.stage_bytes
+    return evolve(one, stages=max(2, min(STAGES_MAX, stages)))
 
 
-def tiles_of(rows: int) -> int:
-    """Eights of rows that a kernel is compiled for."""
-    return next(tiles for tiles in (1, 2, 4, 8) if rows <= 8 * tiles)
-
-
-def is_large(rows: int, *weights: mx.array) -> bool:
-    """Whether a product is left to MLX."""
-    return rows > LARGE_ROWS and sum(it.size for it in weights) >= LARGE
-
-
-def added_source(tiles: int) -> Source:
-    body = f"""
-int width = (int)weights_shape[1];
-Added<{T}> layer{{weights, base, out, width, (int)weights_shape[0]}};
+def added_form() -> Form:
+    text = f"""
+int width = (int)weights_shape[1], features = (int)weights_shape[0];
+Added<{T}> layer{{weights, base, out, width, features}};
 """
-    inputs = ("x", "weights", "base")
-    return _source("added", tiles, (), inputs, ("out",), body)
+    return Form("added", (), ("x", "weights", "base"), ("out",), text)
 
 
-def gated_source(tiles: int, eps: float) -> Source:
-    body = f"""
-int width = (int)weights_shape[1];
-Gated<{T}> layer{{norm, weights, out, width, (int)weights_shape[0] / 2, {eps!r}f}};
+def gated_form(eps: float) -> Form:
+    text = f"""
+int width = (int)weights_shape[1], features = (int)weights_shape[0];
+Gated<{T}> layer{{norm, weights, out, width, features / 2, {eps!r}f}};
 """
-    inputs = ("x", "norm", "weights")
-    return _source("gated", tiles, (eps.hex(),), inputs, ("out",), body)
+    return Form("gated", (eps.hex(),), ("x", "norm", "weights"), ("out",), text)
 
 
-def heads_source(tiles: int, eps: float, rope: Rope) -> Source:
+def heads_form(eps: float, rope: Rope) -> Form:
     traditional = str(rope.traditional).lower()
-    body = f"""
+    text = f"""
+int of_queries = (int)queries_shape[0], of_keys = (int)keys_shape[0];
+int of_values = (int)values_shape[0], features = of_queries + of_keys + of_values;
 int width = (int)queries_shape[1];
 Heads<{T}, {rope.dim}, {traditional}> layer{{
-    norm, queries, keys, values, out_queries, out_keys, out_values, (int)queries_shape[0],
-    (int)keys_shape[0], (int)values_shape[0], positions, rates, width, {eps!r}f}};
+    norm, queries, keys, values, out_queries, out_keys, out_values, of_queries, of_keys, of_values,
+    positions, rates, width, {eps!r}f}};
 """
     words = (eps.hex(), rope.dim, int(rope.traditional))
     inputs = ("x", "norm", "queries", "keys", "values", "positions", "rates")
-    outputs = ("out_queries", "out_keys", "out_values")
-    return _source("heads", tiles, words, inputs, outputs, body)
+    return Form("heads", words, inputs, ("out_queries", "out_keys", "out_values"), text)
 
 
-def _source(
-    kind: str,
-    tiles: int,
-    words: Sequence[object],
-    inputs: tuple[str, ...],
-    outputs: tuple[str, ...],
-    layer: str,
-) -> Source:
-    """The product of `layer`, of a width `width`. MLX keeps what it compiled by name: `words` are
-    all that the layer depends on.
-    """
-    name = "_".join(map(str, (kind, tiles, *words))).translate(str.maketrans(".+-", "___"))
-    warps = warps_of(tiles)
-    body = f"{layer}product<{T}, {tiles}, {warps}>(x, (int)x_shape[0], width, layer);"
-    return Source(name, warps, inputs, outputs, body)
+def narrow_source(form: Form) -> Source:
+    """The kernel for up to NARROW_ROWS: a block a tile."""
+    body = f"{form.text}product<{T}, {NARROW_THREADS // 32}>(x, (int)x_shape[0], width, layer);"
+    name = _name(form, "narrow")
+    return Source(name, HEADERS, NARROW_THREADS, 0, form.inputs, form.outputs, body)
 
 
-def header() -> str:
+def wide_source(form: Form, cut: Cut) -> Source:
+    """The kernel for up to `cut.rows`: `cut.splits` blocks a group."""
+    numbers = f"{cut.rows}, {cut.tiles}, {cut.splits}, {cut.stages}"
+    body = f"""{form.text}wide_product<{T}, {numbers}>(
+    x, (int)x_shape[0], width, features / {TILE}, parts, (unsigned*)counters, layer);"""
+    room_bytes = cut.stages * cut.stage_bytes + SLACK_BYTES
+    if "norm" in form.inputs:
+        room_bytes += cut.norm_bytes
+    # MLX asks for a kernel's room once a name.
+    name = _name(form, cut.rows, cut.tiles, cut.splits, cut.stages, room_bytes)
+    inputs, outputs = (*form.inputs, "counters"), (*form.outputs, "parts")
+    return Source(name, WIDE_HEADERS, WIDE_THREADS, room_bytes, inputs, outputs, body)
+
+
+def _name(form: Form, *more: object) -> str:
+    words = "_".join(map(str, (form.kind, *more, *form.words)))
+    return words.translate(str.maketrans(".+-", "___"))
+
+
+def header(names: tuple[str, ...]) -> str:
     """Files by path: MLX hashes this text at every call, and not what it includes."""
-    return "".join(f'#include "{SOURCE / name}"\n' for name in HEADERS)
+    return "".join(f'#include "{SOURCE / name}"\n' for name in names)
 
 
 class CudaProducts:
-    """See Products."""
+    """See Products. Launches of one of these run one after the other: they share counters."""
 
     def __init__(self) -> None:
         self._plain = PlainProducts()
+        self._counters: mx.array | None = None
 
     def added(self, x: mx.array, weights: mx.array, base: mx.array) -> mx.array:
         rows, features = len(x), len(weights)
-        if is_large(rows, weights):
+        if self.is_left(rows):
             return self._plain.added(x, weights, base)
-        source = added_source(tiles_of(rows))
-        return self.launch(source, [x, weights, base], features, [(rows, features)])[0]
+        return self._run(added_form(), [x, weights, base], weights.shape, [(rows, features)])[0]
 
     def gated(self, x: mx.array, norm: Norm, weights: mx.array) -> mx.array:
         rows, features = len(x), len(weights)
-        if is_large(rows, weights):
+        if self.is_left(rows):
             return self._plain.gated(x, norm, weights)
-        source, inputs = gated_source(tiles_of(rows), norm.eps), [x, norm.weights, weights]
-        return self.launch(source, inputs, features, [(rows, features // 2)])[0]
+        inputs = [x, norm.weights, weights]
+        return self._run(gated_form(norm.eps), inputs, weights.shape, [(rows, features // 2)])[0]
 
     def heads(
         self, x: mx.array, norm: Norm, weights: Projections, positions: mx.array, rope: Rope
     ) -> tuple[mx.array, mx.array, mx.array]:
-        rows, features = len(x), sum(len(it) for it in weights)
-        if is_large(rows, *weights):
+        rows, size = len(x), (sum(len(it) for it in weights), weights[0].shape[1])
+        if self.is_left(rows):
             return self._plain.heads(x, norm, weights, positions, rope)
-        source = heads_source(tiles_of(rows), norm.eps, rope)
         inputs = [x, norm.weights, *weights, positions, rope.rates]
         shapes = [(rows, len(it) // rope.dim, 1, rope.dim) for it in weights]
-        queries, keys, values = self.launch(source, inputs, features, shapes)
+        queries, keys, values = self._run(heads_form(norm.eps, rope), inputs, size, shapes)
         return queries, keys, values
 
+    def is_left(self, rows: int) -> bool:
+        """Whether products are left to MLX."""
+        return rows > NARROW_ROWS and mx.device_info().get("compute_capability_major") != HOPPER
+
     def launch(
-        self, source: Source, inputs: list[mx.array], features: int, shapes: Shapes
+        self, source: Source, inputs: list[mx.array], blocks: int, shapes: Shapes
     ) -> list[mx.array]:
-        """Run a kernel: its outputs. features: of all weights."""
-        threads = source.warps * 32
+        """Run a kernel: its outputs."""
+        parts = [mx.float32 if name == "parts" else mx.bfloat16 for name in source.outputs]
         outputs: list[mx.array] = _kernel(source)(
             inputs=inputs,
-            grid=(features // TILE * threads, 1, 1),
-            threadgroup=(threads, 1, 1),
+            grid=(blocks * source.threads, 1, 1),
+            threadgroup=(source.threads, 1, 1),
             output_shapes=shapes,
-            output_dtypes=[mx.bfloat16] * len(shapes),
+            output_dtypes=parts,
         )
         return outputs
+
+    def _run(
+        self, form: Form, inputs: list[mx.array], size: tuple[int, ...], shapes: Shapes
+    ) -> list[mx.array]:
+        """size: features and width of all weights."""
+        rows, (features, width) = len(inputs[0]), size
+        if rows <= NARROW_ROWS:
+            return self.launch(narrow_source(form), inputs, features // TILE, shapes)
+        if self._counters is None:
+            self._counters = mx.zeros((MULTIPROCESSORS,), mx.uint32)
+            mx.eval(self._counters)
+        way = cut(rows, features, width)
+        blocks = way.groups(features) * way.splits
+        parts = (blocks * way.share if way.splits > 1 else 1,)
+        inputs = [*inputs, self._counters]
+        return self.launch(wide_source(form, way), inputs, blocks, [*shapes, parts])[:-1]
 
 
 @cache
@@ -242,5 +332,6 @@ def _kernel(source: Source) -> Any:
         input_names=list(source.inputs),
         output_names=list(source.outputs),
         source=source.body,
-        header=header(),
+        header=header(source.headers),
+        shared_memory=source.room_bytes,
     )

@@ -126,23 +126,34 @@ class EmulatedProducts(CudaProducts):
         self.calls = 0
         self._changes = changes
 
+    @property
+    def counters(self) -> np.ndarray:
+        return np.array(self._counters)
+
+    def is_left(self, rows: int) -> bool:
+        return False
+
     def launch(
-        self, source: Source, inputs: list[mx.array], features: int, shapes: Shapes
+        self, source: Source, inputs: list[mx.array], blocks: int, shapes: Shapes
     ) -> list[mx.array]:
         self.calls += 1
-        kinds = {"positions": "const int*", "rates": "const float*"}
-        values = [f"{kinds.get(name, f'const {products.T}*')} {name}" for name in source.inputs]
-        values += [f"{products.T}* {name}" for name in source.outputs]
+        kinds = {"positions": "int", "rates": "float", "counters": "unsigned", "parts": "float"}
+        values = [f"const {kinds.get(name, products.T)}* {name}" for name in source.inputs]
+        values += [f"{kinds.get(name, products.T)}* {name}" for name in source.outputs]
         values += [f"const int* {name}_shape" for name in source.inputs]
+        words = [name for name in ("cuda.h", "hopper.h") if name in source.headers]
         library = _library(
-            '#include "cuda.h"\n'
-            + _text(products.HEADERS, self._changes)
+            "".join(f'#include "{name}"\n' for name in words)
+            + _text(source.headers, self._changes)
             + _entry("run_product", values, source.body)
         )
-        outputs = [_poisoned(shape, mx.bfloat16) for shape in shapes]
+        floats = [name == "parts" for name in source.outputs]
+        outputs = [
+            _poisoned(shape, mx.float32 if long else mx.bfloat16)
+            for shape, long in zip(shapes, floats, strict=True)
+        ]
         told = [mx.array(np.array(it.shape, np.int32)) for it in inputs]
-        grid = (features // products.TILE, 1, source.warps * 32)
-        _call(library.run_product, grid, [*inputs, *outputs, *told])
+        _call(library.run_product, (blocks, 1, source.threads), [*inputs, *outputs, *told])
         return outputs
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from attrs import evolve
 from mlx.utils import tree_map
 
 from kernel import attention, few_rows, products
@@ -16,7 +17,18 @@ from kernel.forward import Forward
 from kernel.layout import look
 from kernel.metadata import build
 from kernel.model_kernel import ModelKernel
-from kernel.products import CudaProducts
+from kernel.products import (
+    CudaProducts,
+    Cut,
+    Norm,
+    PlainProducts,
+    Products,
+    Rope,
+    added_form,
+    cut,
+    gated_form,
+    wide_source,
+)
 from kernel.tiny import tiny_llama
 from statemachine.geometry import Geometry, Group
 
@@ -60,31 +72,139 @@ def test_products_are_those_of_the_modules(scaling: Any, traditional: bool) -> N
 
 BROKEN: dict[str, Change] = {
     "a part is left out": ("int parts = width / PART,", "int parts = width / PART - 1,"),
-    "rows are counted short": ("t * 8 + m >= count)", "t * 8 + m >= count - 1)"),
-    "a pair is turned backwards": ("* across - high * along;", "* across + high * along;"),
+    "rows are counted short": ("line < count && there", "line < count - 1 && there"),
+    "a pair is turned backwards": (
+        "low * turn.across - high * turn.along",
+        "low * turn.across + high * turn.along",
+    ),
     "the gate and what it lets through are mixed up": (
         "(half ? features : 0)",
         "(half ? 0 : features)",
     ),
-    "what a layer was given is forgotten": (
-        "narrow<T>(low + float(base[to]))",
-        "narrow<T>(low)",
-    ),
+    "what a layer was given is forgotten": ("narrow<T>(low + given.low)", "narrow<T>(low)"),
     "the norm is left out": ("float scale = Layer::NORMED ?", "float scale = width < 0 ?"),
     "the norm's weights are left out": (
         "make_uint4(normed<T>(b.x, by.x, square),",
         "make_uint4((normed<T>(b.x, by.x, square), b.x),",
     ),
-    "values are turned, too": ("if (which != VALUES) {", "if (true) {"),
+    "values are turned, too": ("if (of(tile) == VALUES) return", "if (false) return"),
 }
 
 
 @pytest.mark.parametrize("kind", BROKEN)
 def test_broken_products_are_left_alone(kind: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr(few_rows, "CHECKED_ROWS", (11,))
+    monkeypatch.setattr(few_rows, "CHECKED_ROWS", (8,))
     body, reason = few_rows.few_rows(model(), EmulatedProducts((BROKEN[kind],)))
     assert body is None
     assert "rows differ from the model's own by" in reason
+
+
+KINDS = ("added", "gated", "heads")
+
+
+def far_from_plain(
+    emulated: EmulatedProducts, rows: int, width: int, tiles: int, kinds: tuple[str, ...] = KINDS
+) -> float:
+    """The largest distance of a row of products from MLX's."""
+    rng = np.random.default_rng(rows)
+
+    def random(*shape: int) -> mx.array:
+        return mx.array(rng.standard_normal(shape, np.float32)).astype(mx.bfloat16)
+
+    x, weights, base = random(rows, width), random(tiles * 32, width) / 8, random(rows, tiles * 32)
+    norm = Norm(1 + random(width) / 4, 1e-5)
+    rope = Rope(32, mx.array(10.0 ** -np.arange(0, 4, 0.25), mx.float32), False)
+    places = mx.array(rng.integers(0, 4096, rows).astype(np.int32))
+    three = tuple(mx.split(weights, [(tiles - 2) * 32, (tiles - 1) * 32]))
+
+    def of(made: Products, kind: str) -> tuple[mx.array, ...]:
+        if kind == "heads":
+            return made.heads(x, norm, three, places, rope)
+        return (made.added(x, weights, base) if kind == "added" else made.gated(x, norm, weights),)
+
+    return max(
+        few_rows._far(*pair)
+        for kind in kinds
+        for pair in zip(of(emulated, kind), of(PlainProducts(), kind), strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "tiles", "way"),
+    [
+        (9, 64, 4, Cut(16, 1, 1, 2)),
+        (16, 544, 10, Cut(16, 4, 4, 5)),
+        (23, 1056, 6, Cut(32, 2, 2, 3)),
+        (43, 544, 10, Cut(64, 4, 2, 3)),
+        (64, 320, 8, Cut(64, 1, 4, 8)),
+    ],
+)
+def test_products_cut_in_any_way_are_those_of_mlx_and_leave_counters_at_zero(
+    rows: int, width: int, tiles: int, way: Cut, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(products, "cut", lambda *_: evolve(way, norm_bytes=4096))
+    emulated = EmulatedProducts()
+    assert far_from_plain(emulated, rows, width, tiles) < few_rows.TOLERANCE
+    assert not emulated.counters.any()
+
+
+BROKEN_WIDE: dict[str, Change] = {
+    "a step is not waited for": (
+        "wait_copies<STAGES - 2>();\n      if",
+        "wait_copies<STAGES - 1>();\n      if",
+    ),
+    "a stage is filled while multiplied": ("wait_products();\n      barrier();", "barrier();"),
+    "threads go on without the others": ("wait_products();\n      barrier();", "wait_products();"),
+    "the last step of a part is left out": ("(split + 1) / SPLITS);", "(split + 1) / SPLITS - 1);"),
+    "the last piece is left out": ("there = k + piece * 8 < width;", "there = k + 64 < width;"),
+    "sums of a block are forgotten": ("int s = 1; s < SPLITS", "int s = 2; s < SPLITS"),
+    "the first block finishes": ("SPLITS - 1) == SPLITS - 1", "SPLITS - 1) == 0"),
+    "a row of x is left out": ("m < count ? x +", "m < count - 1 ? x +"),
+    "pieces stand as they come": ("(piece ^ line % 8) * 8", "piece * 8"),
+    "rows of weights are in another order": (
+        "line / 8 % 2, line / 16 * 8",
+        "line / 16, line / 8 % 2 * 8",
+    ),
+    "what is added is another row's": ("m < count ? m : count - 1)", "0)"),
+}
+BROKEN_NORMS: dict[str, Change] = {
+    "x is not normed": ("if (Layer::NORMED) norm_rows", "if (false) norm_rows"),
+    "the norm is another step's": ("(step - from) * STEP", "(until - 1 - step) * STEP"),
+    "squares of a block are forgotten": (
+        "int s = 0; s < SPLITS; ++s) square",
+        "int s = 1; s < SPLITS; ++s) square",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", [*BROKEN_WIDE, *BROKEN_NORMS])
+def test_broken_products_of_more_rows_are_far_from_those_of_mlx(
+    kind: str, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(products, "cut", lambda *_: Cut(64, 4, 2, 3, norm_bytes=4096))
+    change, tried = (BROKEN_WIDE | BROKEN_NORMS)[kind], "added" if kind in BROKEN_WIDE else "gated"
+    assert not far_from_plain(EmulatedProducts((change,)), 43, 544, 10, (tried,)) < 0.1
+
+
+def test_weights_are_cut_for_all_multiprocessors() -> None:
+    def ways(width: int, keys: int, inner: int) -> list[tuple[int, int, int]]:
+        sizes = [(width + 2 * keys, width), (width, width), (2 * inner, width), (width, inner)]
+        return [(it.tiles, it.splits, it.stages) for it in (cut(64, *size) for size in sizes)]
+
+    assert ways(4096, 1024, 14336) == [(4, 2, 8), (4, 4, 8), (4, 1, 4), (4, 4, 8)]
+    assert ways(576, 192, 1536) == [(1, 1, 8), (1, 1, 8), (1, 1, 8), (1, 4, 8)]
+
+
+@pytest.mark.parametrize("rows", [9, 32, 64])
+def test_kernels_of_one_name_ask_for_the_same_room_and_no_more_than_there_is(rows: int) -> None:
+    """MLX asks for a kernel's room once a name: with out's, down cannot be launched."""
+    found: dict[str, set[int]] = {}
+    for width in (64, 576, 2048, 4096, 8192, 28672):
+        for form in (added_form(), gated_form(1e-5)):
+            source = wide_source(form, cut(rows, 4096, width))
+            found.setdefault(source.name, set()).add(source.room_bytes)
+    assert {len(rooms) for rooms in found.values()} == {1}
+    assert max(max(rooms) for rooms in found.values()) <= 226 << 10
 
 
 @pytest.mark.parametrize(
@@ -158,16 +278,17 @@ def test_of_a_long_piece_only_rows_that_are_looked_at_go_through_the_last_networ
     assert whole.any(axis=1).all()
 
 
-def test_large_products_are_left_to_mlx(monkeypatch: Any) -> None:
-    monkeypatch.setattr(products, "LARGE", 0)
-    monkeypatch.setattr(products, "LARGE_ROWS", 0)
-    made = model(rope_scaling=LLAMA3)
-    assert FewRows(made, CudaProducts()).disagreement() == ""
+def test_without_hoppers_instructions_more_rows_are_left_to_mlx(monkeypatch: Any) -> None:
+    assert (CudaProducts().is_left(8), CudaProducts().is_left(9)) == (False, True)
+    monkeypatch.setattr(few_rows, "CHECKED_ROWS", (9, 64))
+    assert FewRows(model(rope_scaling=LLAMA3), CudaProducts()).disagreement() == ""
+    monkeypatch.setattr(mx, "device_info", lambda: {"compute_capability_major": 9})
+    assert not CudaProducts().is_left(64)
 
 
 def test_what_is_not_used_stands_among_the_capabilities() -> None:
     dialect = EmulatedCuda()
-    dialect.products = EmulatedProducts((("narrow<T>(low + float(base[to]))", "narrow<T>(low)"),))
+    dialect.products = EmulatedProducts((("narrow<T>(low + given.low)", "narrow<T>(low)"),))
     dialect.sampler = EmulatedSampler((("top.first - top.next;", "top.first;"),))
     geometry = Geometry(block_size=4, groups=(Group(num_blocks=8),))
     used, products_off, sampler_off, anew = ModelKernel(

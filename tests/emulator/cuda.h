@@ -9,15 +9,25 @@ typedef BFloat __nv_bfloat16;
 typedef Half __half;
 struct uint4 { unsigned x, y, z, w; };
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+inline unsigned atomicInc(unsigned* at, unsigned top) {
+  unsigned was = *at;
+  *at = was >= top ? 0 : was + 1;
+  return was;
+}
 inline void barrier() { emulator::barrier(); }
 inline void __syncthreads() { emulator::barrier(); }
 inline void __threadfence() {}
 inline unsigned atomicAdd(unsigned* at, unsigned x) { unsigned was = *at; *at += x; return was; }
 inline float shuffle_xor(float x, int reach) { return emulator::shuffle_xor(x, reach); }
+template <typename T> inline T constant(const T* at) { return *at; }
 inline float fetched(const float* at) { return *at; }
 inline void fetch_four(const float* at, float* into) {
   emulator::aligned(at, 16);
   std::memcpy(into, at, 16);
+}
+inline void store_four(float* at, const float* four) {
+  emulator::aligned(at, 16);
+  std::memcpy(at, four, 16);
 }
 inline uint4 load16(const void* at) {
   emulator::aligned(at, 16);

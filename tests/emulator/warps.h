@@ -30,6 +30,7 @@ struct Fiber {
 static std::vector<Fiber> fibers;
 static jmp_buf scheduler;
 static int current;
+static long blocks;  // that were begun
 static std::function<void()> body;
 static Meeting warp_meetings[32], block_meeting;
 static unsigned numbers[32][2][32][8];  // of a warp, this exchange's and the last one's, by lane
@@ -68,6 +69,7 @@ inline void start() {
   _longjmp(scheduler, 1);
 }
 inline void run_block(int threads) {
+  ++blocks;
   fibers.resize(threads);
   block_meeting = {};
   for (auto& meeting : warp_meetings) meeting = {};
