@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-import socket
 import sys
 from contextlib import suppress
 from typing import Any
@@ -19,6 +18,7 @@ from server.logs import configure_logs
 
 from ..fake_engine import WAIT_S, FakeEngine
 from ..http_server import LiveServer
+from .raw_client import connection
 from .scripted_http import Connect, chat, error_of, post
 
 
@@ -109,10 +109,10 @@ def test_the_end_of_a_response_never_waits_for_a_body_that_nobody_takes(
 def test_a_body_that_is_said_to_be_too_large_is_refused_before_it_is_sent(
     server: LiveServer,
 ) -> None:
-    client = socket.create_connection((server.host, server.port), timeout=WAIT_S)
-    client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 2001\r\n\r\n")
-    assert client.recv(65536).startswith(b"HTTP/1.1 413")
-    client.close()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 2001\r\n\r\n"
+    with connection(server) as client:
+        client.sendall(head)
+        assert client.recv(65536).startswith(b"HTTP/1.1 413")
 
 
 def test_a_failure_of_our_own_is_a_500_without_a_traceback(

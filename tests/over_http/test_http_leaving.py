@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -17,6 +16,7 @@ from server.settings import Settings
 
 from ..fake_engine import LONG, WAIT_S, FakeEngine
 from ..http_server import LiveServer, live_server
+from .raw_client import connection
 from .scripted_http import MODEL, Connect, RawClient, chat, error_of
 
 ROOT = Path(__file__).parents[2]
@@ -76,9 +76,9 @@ def test_an_answer_that_was_read_to_its_end_is_never_cancelled(
 def test_a_client_that_leaves_while_it_uploads_submits_nothing(
     server: LiveServer, engine: FakeEngine
 ) -> None:
-    client = socket.create_connection((server.host, server.port), timeout=WAIT_S)
-    client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
-    client.close()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n"
+    with connection(server) as client:
+        client.sendall(head + b"{")
     assert httpx.get(server.url + "/health").status_code == 200
     server.stop()
     assert engine.requests == {}
