@@ -19,6 +19,7 @@ step in flight; the next segment begins there.
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +38,8 @@ SEGMENT_BYTES = 256 << 20
 SUFFIX = ".tape"
 COMPRESSED = ".zst"
 _MODE = 0o600
+_SEGMENT = re.compile(r"(\d{6,})-\d{5,}\.tape(\.zst(\.part)?)?")
+"""The name of a segment; whatever else is in a folder is somebody's own."""
 
 
 class CaptureError(Exception):
@@ -83,7 +86,7 @@ class CaptureWriter:
         self.lost_records = 0
         try:
             self._prepare()
-            self._file = self._open()
+            self._file = self._begin()
         except OSError as error:
             raise CaptureError(
                 f"the capture cannot be written to {path}, so give another path "
@@ -140,16 +143,26 @@ class CaptureWriter:
                 self._path.rename(_free_name(self._path))
             return
         self._path.mkdir(parents=True, exist_ok=True)
-        runs = [int(it.name[:6]) for it in self._path.glob("[0-9]*" + SUFFIX + "*")]
-        self._run = max(runs, default=0) + 1
+        found = (_SEGMENT.fullmatch(it.name) for it in self._path.iterdir())
+        self._run = max((int(it[1]) for it in found if it), default=0) + 1
 
     def _file_name(self) -> Path:
         if not self._folder:
             return self._path
         return self._path / f"{self._run:06}-{self._segment:05}{SUFFIX}"
 
+    def _begin(self) -> int:
+        """The first file; of a folder it is nobody else's, who may begin a run just now, too."""
+        while True:
+            try:
+                return self._open()
+            except FileExistsError:
+                self._run += 1
+
     def _open(self) -> int:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0)
+        if self._folder:
+            flags |= os.O_EXCL
         file = os.open(self._file_name(), flags, _MODE)
         self.position, self._full_at = 0, self._segment_bytes
         return file
@@ -262,7 +275,8 @@ class CaptureWriter:
     def _drop_oldest(self) -> None:
         if self._keep_bytes is None:
             return
-        kept = sorted(self._path.glob(f"*{SUFFIX}{COMPRESSED}"))
+        found = self._path.glob(f"*{SUFFIX}{COMPRESSED}")
+        kept = sorted(it for it in found if _SEGMENT.fullmatch(it.name))
         total = sum(it.stat().st_size for it in kept)
         for oldest in kept:
             if total <= self._keep_bytes:
