@@ -354,7 +354,7 @@ def _folder(folder: Path, notes: list[str]) -> list[str]:
     """The segments of the folder's newest run."""
     found: dict[str, Path] = {}
     for file in sorted(folder.iterdir()):
-        if file.name.endswith((".tape", ".tape.zst")):
+        if file.name.endswith((".tape", ".tape.zst")) and file.name.split("-")[0].isdecimal():
             # Between a compression's rename and its unlink both forms exist; either is whole.
             found.setdefault(file.name.removesuffix(".zst"), file)
     runs = sorted({name.split("-")[0] for name in found})

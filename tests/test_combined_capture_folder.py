@@ -54,3 +54,14 @@ def test_servers_that_begin_in_a_folder_at_once_write_a_run_each(
     made = sorted(tmp_path.iterdir())
     assert [it.name for it in made] == ["000001-00000.tape", "000002-00000.tape"]
     assert [replay(str(it), Options()).exit_code for it in made] == [CLEAN, CLEAN]
+
+
+def test_replay_reads_the_newest_run_of_a_folder_that_holds_tapes_of_other_names(
+    tmp_path: Path,
+) -> None:
+    run(CaptureWriter(f"{tmp_path}/"))
+    (made,) = tmp_path.iterdir()
+    for name in ("kept-before.tape", "old.tape"):
+        (tmp_path / name).write_bytes(b"no tape")
+    outcome = replay(str(tmp_path), Options())
+    assert (outcome.exit_code, outcome.counts) == (CLEAN, replay(str(made), Options()).counts)
