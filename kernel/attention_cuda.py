@@ -17,7 +17,7 @@ from .drawing import CudaSampler, Sampler
 from .fastmath import LOG2E
 from .paged_attention import Layer, Shape
 from .paged_plan import RowsPlan
-from .products import SOURCE, CudaProducts, Products
+from .products import CudaProducts, Products, header
 
 HEADERS = ("cuda.h", "decode.h", "tensor.h")
 WARPS = 4
@@ -32,11 +32,6 @@ TYPES = {
     mx.float32: "float",
     mx.uint32: "unsigned",
 }
-
-
-def header() -> str:
-    """Files by path: MLX hashes this text at every call, and not what it includes."""
-    return "".join(f'#include "{SOURCE / name}"\n' for name in HEADERS)
 
 
 def decode_body(shape: Shape) -> str:
@@ -142,7 +137,7 @@ def _decode_kernel(shape: Shape) -> Any:
         input_names=DECODE_INPUTS,
         output_names=["out", "parts", "tops"],
         source=decode_body(shape),
-        header=header(),
+        header=header(HEADERS),
     )
 
 
@@ -153,5 +148,5 @@ def _fetch_kernel(shape: Shape) -> Any:
         input_names=FETCH_INPUTS,
         output_names=["out_keys", "out_values"],
         source=fetch_body(shape),
-        header=header(),
+        header=header(HEADERS),
     )

@@ -16,7 +16,7 @@ from statemachine.records import Parameters
 
 from .errors import describe
 from .fastmath import LOG2E
-from .products import SOURCE
+from .products import header
 from .sampling import Floats, Samples, SamplingPlan, plan_samples, sample
 
 HEADERS = ("cuda.h", "sample.h")
@@ -68,9 +68,12 @@ class CudaSampler:
 
 @cache
 def _kernel() -> Any:
-    header = "".join(f'#include "{SOURCE / name}"\n' for name in HEADERS)
     return mx.fast.cuda_kernel(
-        name="sample", input_names=INPUTS, output_names=OUTPUTS, source=body(), header=header
+        name="sample",
+        input_names=INPUTS,
+        output_names=OUTPUTS,
+        source=body(),
+        header=header(HEADERS),
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -254,9 +255,13 @@ def _name(form: Form, *more: object) -> str:
     return words.translate(str.maketrans(".+-", "___"))
 
 
+@cache
 def header(names: tuple[str, ...]) -> str:
-    """Files by path: MLX hashes this text at every call, and not what it includes."""
-    return "".join(f'#include "{SOURCE / name}"\n' for name in names)
+    """Files by path, since MLX hashes this text at every call. It keeps what it compiled on disk by
+    that hash, which is not one of what is included: so that is said here.
+    """
+    digest = sha256(b"".join((SOURCE / name).read_bytes() for name in names)).hexdigest()
+    return f"// {digest[:16]}\n" + "".join(f'#include "{SOURCE / name}"\n' for name in names)
 
 
 class CudaProducts:

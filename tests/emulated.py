@@ -61,7 +61,7 @@ def _library(source: str) -> ctypes.CDLL:
 
 
 def _text(headers: tuple[str, ...], changes: tuple[Change, ...]) -> str:
-    text = "".join((attention_cuda.SOURCE / name).read_text() + "\n" for name in headers)
+    text = "".join((products.SOURCE / name).read_text() + "\n" for name in headers)
     for old, new in changes:
         if text.count(old) != 1:
             raise ValueError(f"{old!r} stands {text.count(old)} times in the kernel's source")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -18,6 +20,8 @@ from kernel.layout import look
 from kernel.metadata import build
 from kernel.model_kernel import ModelKernel
 from kernel.products import (
+    HEADERS,
+    WIDE_HEADERS,
     CudaProducts,
     Cut,
     Norm,
@@ -276,6 +280,20 @@ def test_of_a_long_piece_only_rows_that_are_looked_at_go_through_the_last_networ
     assert np.flatnonzero(ending.any(axis=1)).tolist() == [29, 59]
     np.testing.assert_allclose(ending[[29, 59]], whole[[29, 59]], atol=0.02)
     assert whole.any(axis=1).all()
+
+
+def test_a_kernel_is_compiled_anew_where_a_file_of_it_has_changed(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    copied = Path(shutil.copytree(products.SOURCE, tmp_path / "source"))
+    monkeypatch.setattr(products, "SOURCE", copied)
+    told = products.header.__wrapped__
+    before = told(WIDE_HEADERS), told(HEADERS)
+    assert before[0].endswith(f'#include "{copied}/wide.h"\n')
+    with (copied / "wide.h").open("a") as file:
+        file.write("// changed")
+    assert told(WIDE_HEADERS) != before[0]
+    assert told(HEADERS) == before[1]
 
 
 def test_without_hoppers_instructions_more_rows_are_left_to_mlx(monkeypatch: Any) -> None:
