@@ -166,12 +166,17 @@ def _attend_bucket(
     else:
         mine = queries[context.query_rows(number)]
     mine = mine.reshape(pieces, count, kv_heads, -1, queries.shape[-1])
-    index = context.read_index(number, group, kv_heads)
-    keys, values = (
-        _gather(it, index, code) for it, code in zip(pages, codes or (None, None), strict=True)
-    )
-    if latent:
-        keys, values = mx.concatenate([keys, values], axis=-1), keys
+    common = bucket.views[group].common
+    index = context.read_index(number, group, kv_heads, common)
+    keys, values = _fetch(pages, index, codes, latent)
+    if common:
+        index = context.read_index(number, group, kv_heads, common, 1)
+        shared = _fetch(pages, index, codes, latent)
+        part = mine.transpose(0, 2, 3, 1, 4)
+        bias = context.bias(number, group, 0)
+        bias = None if bias is None else bias[:, :, common:]
+        out = _apart(part, keys, values, shared, bias, sinks)
+        return out.transpose(0, 3, 1, 2, 4).reshape(pieces * count, -1, out.shape[-1])
     outs = []
     for place, tile in enumerate(bucket.views[group].tiles):
         part = mine[:, tile.begin : tile.end].transpose(0, 2, 3, 1, 4)
@@ -183,6 +188,16 @@ def _attend_bucket(
             outs.append(_rows(part, *reach, bias, sinks))
     out = outs[0] if len(outs) == 1 else mx.concatenate(outs, axis=3)
     return out.transpose(0, 3, 1, 2, 4).reshape(pieces * count, -1, out.shape[-1])
+
+
+def _fetch(
+    pages: tuple[mx.array, mx.array], index: mx.array, codes: Codes | None, latent: bool
+) -> tuple[mx.array, mx.array]:
+    """K and V of `index`: [B, KV, S, dim] each."""
+    keys, values = (
+        _gather(it, index, code) for it, code in zip(pages, codes or (None, None), strict=True)
+    )
+    return (mx.concatenate([keys, values], axis=-1), keys) if latent else (keys, values)
 
 
 def _gather(pages: mx.array, index: mx.array, code: Code | None) -> mx.array:
@@ -213,6 +228,42 @@ def _rows(
     totals = _with_sinks(weights.sum(axis=-1, keepdims=True), peaks, sinks)
     out = (weights @ values) / totals
     return out.reshape(pieces, kv_heads, repeats, count, -1)
+
+
+def _apart(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    shared: tuple[mx.array, mx.array],
+    bias: mx.array | None,
+    sinks: mx.array | None,
+) -> mx.array:
+    """Few queries of several pieces, over `shared` K and V, [1, KV, S, dim], and each its own
+    behind them, of which the bias is.
+    """
+    pieces, kv_heads, repeats, count, dim = queries.shape
+    flat = queries.reshape(pieces, kv_heads, repeats * count, dim)
+    together = flat.swapaxes(0, 1).reshape(1, kv_heads, -1, dim)
+
+    def own(rows: mx.array) -> mx.array:
+        """[1, KV, B * R * n, ...] as [B, KV, R * n, ...]."""
+        return rows.reshape(kv_heads, pieces, repeats * count, -1).swapaxes(0, 1)
+
+    scores, of_shared = flat @ keys.swapaxes(-1, -2), shared[0] @ together.swapaxes(-1, -2)
+    if bias is not None:
+        wide = scores.reshape(pieces, kv_heads, repeats, count, -1)
+        scores = (wide + bias[:, None, None]).reshape(scores.shape)
+    highest = of_shared.max(axis=-2, keepdims=True).swapaxes(-1, -2)
+    peaks = mx.maximum(scores.max(axis=-1, keepdims=True), own(highest))
+    if sinks is not None:
+        sinks = mx.repeat(sinks.reshape(1, kv_heads, repeats), count, axis=2)[..., None]
+        peaks = mx.maximum(peaks, sinks)
+    weights = exp2_below(scores, peaks)
+    of_all = exp2_below(of_shared, peaks.swapaxes(0, 1).reshape(1, kv_heads, 1, -1))
+    sums = weights.sum(axis=-1, keepdims=True)
+    sums = sums + own(of_all.sum(axis=-2, keepdims=True).swapaxes(-1, -2))
+    out = weights @ values + own(of_all.swapaxes(-1, -2) @ shared[1])
+    return (out / _with_sinks(sums, peaks, sinks)).reshape(pieces, kv_heads, repeats, count, -1)
 
 
 def _columns(

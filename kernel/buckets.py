@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from attrs import frozen
 
+from statemachine.events import NO_BLOCK
 from statemachine.geometry import has_state
 
 from .metadata import BadBatch, Ints, Longs, StepMetadata
@@ -35,6 +36,8 @@ CLEAR_KEYS_MIN = 512
 """So many keys that all of many queries see are scored apart: adding nothing to each score of them
 is a third of the time that long prompts attend; for fewer, twice the operations cost as much.
 """
+COMMON_KEYS_MIN = 128
+"""So many rows that sequences share, as a system prompt's, are fetched and scored once for all."""
 LIKE_LENGTH = 0.75
 SLACK_ROWS = 32
 HIDDEN = -1e30
@@ -58,11 +61,16 @@ class Tile:
 
 @frozen(eq=False)
 class View:
-    """What a bucket reads in one group: slots [B, S] (physical rows; 0 where filled up)."""
+    """What a bucket reads in one group: slots [B, S] (physical rows; 0 where filled up).
+
+    common: how many of the first are the same rows of the pages for all of several pieces, and seen
+    by all queries, where they are worth setting apart.
+    """
 
     slots: Longs | Ints
     tiles: tuple[Tile, ...]
     seen: _Seen
+    common: int = 0
 
     def mask(self, window: int | None = None) -> Bools:
         """[B, n, S], True where a query sees a key; of `window` rows at the most."""
@@ -123,8 +131,23 @@ def _partition(metadata: StepMetadata) -> list[Longs]:
         if rows > SHARED_ROWS_MAX:
             parts.extend(pieces[i : i + 1] for i in range(len(pieces)))
         else:
-            parts.extend(_like_lengths(pieces, metadata.end[pieces]))
+            for like in _by_beginning(metadata, pieces):
+                parts.extend(_like_lengths(like, metadata.end[like]))
     return parts
+
+
+def _by_beginning(metadata: StepMetadata, pieces: Longs) -> list[Longs]:
+    """Pieces that share their first COMMON_KEYS_MIN rows by themselves, and the others."""
+    groups = metadata.geometry.groups
+    whole = next((g for g, spec in enumerate(groups) if spec.paged and not spec.moves), None)
+    last = -(-COMMON_KEYS_MIN // metadata.geometry.block_size) - 1
+    if whole is None or metadata.tables[whole].shape[1] <= last:
+        return [pieces]
+    blocks, kinds, counts = np.unique(
+        metadata.tables[whole][pieces, last], return_inverse=True, return_counts=True
+    )
+    kinds = np.where((counts > 1) & (blocks != NO_BLOCK), np.arange(len(blocks)), -1)[kinds]
+    return [pieces[kinds == kind] for kind in np.unique(kinds)]
 
 
 def _single_rows(metadata: StepMetadata) -> list[Longs]:
@@ -186,7 +209,17 @@ def _view(metadata: StepMetadata, group: int, pieces: Longs, rows: Longs) -> Vie
         where = f"row {key} of {int(counts[piece])} of sequence {seq}"
         raise BadBatch(f"group {group} would read {where}, which has no block", seq)
     seen = _Seen(metadata, group, rows, positions, valid)
-    return View(np.maximum(slots, 0), _tiles(seen), seen)
+    common = 0 if low.any() else _common(slots, int(metadata.until[rows[:, 0]].min()))
+    return View(np.maximum(slots, 0), _tiles(seen), seen, common)
+
+
+def _common(slots: Longs | Ints, seen: int) -> int:
+    """How many of the first `seen` slots are the same for all pieces; 0 where that is not much."""
+    if len(slots) == 1 or slots.shape[1] < COMMON_KEYS_MIN:
+        return 0
+    unlike = (slots[1:, :seen] != slots[0, :seen]).any(axis=0)
+    common = int(unlike.argmax()) if unlike.any() else seen
+    return common if common >= COMMON_KEYS_MIN else 0
 
 
 @frozen(eq=False)

@@ -41,7 +41,7 @@ class StepContext:
         self.offset: mx.array = Positions(metadata.positions)
         self.tokens = _tokens(metadata, fed)
         self._writes: dict[int, tuple[mx.array, mx.array]] = {}
-        self._reads: dict[tuple[int, int, int], mx.array] = {}
+        self._reads: dict[tuple[int, int, int, int, int | None], mx.array] = {}
         self._biases: dict[tuple[int, int, int], mx.array | None] = {}
         self._rows: dict[int, mx.array] = {}
 
@@ -69,11 +69,16 @@ class StepContext:
             self._rows[bucket] = _index(self.buckets[bucket].rows.reshape(-1))
         return self._rows[bucket]
 
-    def read_index(self, bucket: int, group: int, heads: int) -> mx.array:
-        """Rows of the pages seen as [slots * heads, dim]: [B, heads, S]."""
-        key = (bucket, group, heads)
+    def read_index(
+        self, bucket: int, group: int, heads: int, first: int = 0, pieces: int | None = None
+    ) -> mx.array:
+        """Rows of the pages seen as [slots * heads, dim]: [B, heads, S], of keys from `first` on;
+        of the first `pieces` alone, up to `first`, where that is given.
+        """
+        key = (bucket, group, heads, first, pieces)
         if key not in self._reads:
             slots = self.buckets[bucket].views[group].slots
+            slots = slots[:, first:] if pieces is None else slots[:pieces, :first]
             scaled = slots.astype(np.uint32)[:, None, :] * np.uint32(heads)
             lanes = np.arange(heads, dtype=np.uint32)[None, :, None]
             self._reads[key] = mx.array(scaled + lanes)

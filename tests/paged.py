@@ -68,6 +68,13 @@ class Book:
             parameters=Parameters(max_tokens=1, **wanted) if wanted else None,
         )
 
+    def share(self, seq: int, child: int, rows: int) -> None:
+        """A new sequence over the first rows, whole blocks, of another."""
+        parent, keep = self.sequences[seq], rows // self.geometry.block_size
+        tables = tuple(table[:keep] for table in parent.tables)
+        grown = extend(self.geometry, self.open(child), parent.tokens[:rows])
+        self.sequences[child] = structs.replace(grown, tables=tables)
+
     def _grown(self, group: int, table: tuple[int, ...], need: int) -> tuple[int, ...]:
         """The table with blocks of its own up to `need`; of slots the last one alone."""
         new = self.geometry.groups[group].new_blocks(len(table), need)

@@ -98,6 +98,56 @@ def test_pieces_of_a_few_rows_share_a_bucket_and_equal_dense() -> None:
     np.testing.assert_allclose(got, np.stack(wanted), rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.parametrize("kind", MODELS)
+def test_rows_that_sequences_share_are_scored_once_and_equal_dense(kind: str) -> None:
+    """Three over one beginning, in pieces of three rows and of one, beside one that shares none."""
+    model = tiny_llama(6, **MODELS[kind])
+    beginning, tails = random_tokens(1, 160), [random_tokens(20 + i, 8) for i in range(3)]
+    texts = [beginning + tail for tail in tails] + [random_tokens(40, 168)]
+    runner = Runner(model, num_blocks=256)
+    book = runner.book
+    runner.run(book.append(9, beginning, sample=False), book.append(3, texts[3][:160]))
+    for seq in range(3):
+        book.share(9, seq, 160)
+    got: list[np.ndarray] = []
+    done = 160
+    for rows in (3, 1, 1, 3):
+        pieces = [book.append(i, text[done : done + rows]) for i, text in enumerate(texts)]
+        metadata = build(Batch(9, tuple(pieces)), runner.geometry)
+        shared = {
+            tuple(it.pieces(metadata).tolist()): it.views[0].common
+            for it in StepContext(metadata).buckets
+        }
+        assert shared == {(0, 1, 2): 160, (3,): 0}
+        got.append(runner.run(*pieces))
+        done += rows
+    for seq, text in enumerate(texts):
+        wanted = dense_logits(model, text, 163)
+        mine = np.stack([logits[seq] for logits in got])
+        np.testing.assert_allclose(mine, wanted[[0, 1, 2, 5]], rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+def test_keys_scored_apart_weigh_as_much_as_together(sinks: bool) -> None:
+    def random(key: int, *shape: int) -> mx.array:
+        return mx.random.normal(shape, key=mx.random.key(key))
+
+    queries = random(1, 3, 2, 2, 2, 8)
+    shared = random(2, 1, 2, 5, 8) * 50, random(3, 1, 2, 5, 8)
+    keys, values = random(4, 3, 2, 7, 8) * 50, random(5, 3, 2, 7, 8)
+    bias = mx.where(random(6, 3, 2, 7) > 0.5, -1e30, 0.0)
+    asked = random(7, 4) * 300 if sinks else None
+    whole = [
+        mx.concatenate([mx.broadcast_to(first, (3, 2, 5, 8)), own], axis=2)
+        for first, own in zip(shared, (keys, values), strict=True)
+    ]
+    together = attention._rows(
+        queries, *whole, mx.concatenate([mx.zeros((3, 2, 5)), bias], axis=-1), asked
+    )
+    apart = attention._apart(queries, keys, values, shared, bias, asked)
+    np.testing.assert_allclose(np.array(apart), np.array(together), rtol=0, atol=1e-6)
+
+
 def test_pads_after_a_prompt_change_no_logit_of_it_or_of_what_follows() -> None:
     model = tiny_llama(6)
     tokens = random_tokens(7, 20)
