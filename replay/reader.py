@@ -357,9 +357,12 @@ def _folder(folder: Path, notes: list[str]) -> list[str]:
         if file.name.endswith((".tape", ".tape.zst")) and file.name.split("-")[0].isdecimal():
             # Between a compression's rename and its unlink both forms exist; either is whole.
             found.setdefault(file.name.removesuffix(".zst"), file)
-    runs = sorted({name.split("-")[0] for name in found})
+    runs = sorted({name.split("-")[0] for name in found}, key=int)
     if not runs:
-        raise Unusable(f"{folder} holds no segments of a tape (*.tape, *.tape.zst)")
+        raise Unusable(
+            f"{folder} holds no segments of a tape (000001-00000.tape and so on, or .tape.zst): give "
+            "the path of a tape"
+        )
     if len(runs) > 1:
         notes.append(f"the folder holds {len(runs)} runs; this is the newest, {runs[-1]}")
     return [str(found[name]) for name in sorted(found) if name.split("-")[0] == runs[-1]]

@@ -65,3 +65,12 @@ def test_replay_reads_the_newest_run_of_a_folder_that_holds_tapes_of_other_names
         (tmp_path / name).write_bytes(b"no tape")
     outcome = replay(str(tmp_path), Options())
     assert (outcome.exit_code, outcome.counts) == (CLEAN, replay(str(made), Options()).counts)
+
+
+def test_the_newest_run_is_the_one_of_the_highest_number(tmp_path: Path) -> None:
+    run(CaptureWriter(f"{tmp_path}/"))
+    (made,) = tmp_path.iterdir()
+    newest = made.rename(tmp_path / "1000000-00000.tape")
+    (tmp_path / "999999-00000.tape").write_bytes(b"no tape")
+    outcome = replay(str(tmp_path), Options())
+    assert (outcome.exit_code, outcome.counts) == (CLEAN, replay(str(newest), Options()).counts)
