@@ -360,8 +360,8 @@ def _folder(folder: Path, notes: list[str]) -> list[str]:
     runs = sorted({name.split("-")[0] for name in found}, key=int)
     if not runs:
         raise Unusable(
-            f"{folder} holds no segments of a tape (000001-00000.tape and so on, or .tape.zst): give "
-            "the path of a tape"
+            f"{folder} holds no segments of a tape (000001-00000.tape and so on, or .tape.zst): "
+            "give the path of a tape"
         )
     if len(runs) > 1:
         notes.append(f"the folder holds {len(runs)} runs; this is the newest, {runs[-1]}")
