@@ -20,10 +20,8 @@ from statemachine.errors import CodecError
 from statemachine.records import Record, TapeEnded
 
 from .errors import Unusable
-from .reader import CHUNK_BYTES, Tape
+from .reader import CHUNK_BYTES, COMPRESSED, Tape, segments
 
-COMPRESSED = ".zst"
-SUFFIX = ".tape"
 _MARKS = 1024
 """Frames from which on a file may be cut back: those of the last write, which has a few."""
 _GAP_BYTES = 1024
@@ -266,14 +264,3 @@ class Live:
         gone = source.deleted and Path(source.name + COMPRESSED).exists()
         self.closed_part = not source.ended and (packed or (gone and not Path(self.path).is_dir()))
         return self.closed_part
-
-
-def segments(folder: str) -> dict[tuple[int, int], Path]:
-    """The segments of a folder, by run and number (server/capture.py names them)."""
-    found: dict[tuple[int, int], Path] = {}
-    for file in sorted(Path(folder).iterdir()):
-        run, _, number = file.name.removesuffix(COMPRESSED).removesuffix(SUFFIX).partition("-")
-        if SUFFIX in file.name and run.isdecimal() and number.isdecimal():
-            # While it is compressed both forms are there for a moment; either is whole.
-            found.setdefault((int(run), int(number)), file)
-    return found

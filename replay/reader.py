@@ -34,6 +34,7 @@ UNPACKED_BYTES = 1 << 16
 """Unpacked bytes that are handed on at once, at the least."""
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 STDIN = "-"
+SUFFIX = ".tape"
 COMPRESSED = ".zst"
 HEAD_RECORDS = 2
 """What each segment of a folder begins with: the header, and a checkpoint."""
@@ -350,22 +351,29 @@ def _cut_in_its_head(source: str) -> bool:
         return tape.torn or tape.header is None
 
 
+def segments(folder: str | Path) -> dict[tuple[int, int], Path]:
+    """The segments of a folder, by run and number (server/capture.py names them)."""
+    found: dict[tuple[int, int], Path] = {}
+    for file in sorted(Path(folder).iterdir()):
+        run, _, number = file.name.removesuffix(COMPRESSED).removesuffix(SUFFIX).partition("-")
+        if SUFFIX in file.name and run.isdecimal() and number.isdecimal():
+            # While it is compressed both forms are there for a moment; either is whole.
+            found.setdefault((int(run), int(number)), file)
+    return found
+
+
 def _folder(folder: Path, notes: list[str]) -> list[str]:
     """The segments of the folder's newest run."""
-    found: dict[str, Path] = {}
-    for file in sorted(folder.iterdir()):
-        if file.name.endswith((".tape", ".tape.zst")) and file.name.split("-")[0].isdecimal():
-            # Between a compression's rename and its unlink both forms exist; either is whole.
-            found.setdefault(file.name.removesuffix(".zst"), file)
-    runs = sorted({name.split("-")[0] for name in found}, key=int)
-    if not runs:
+    found = segments(folder)
+    if not found:
         raise Unusable(
             f"{folder} holds no segments of a tape (000001-00000.tape and so on, or .tape.zst): "
             "give the path of a tape"
         )
+    runs = sorted({run for run, _ in found})
     if len(runs) > 1:
-        notes.append(f"the folder holds {len(runs)} runs; this is the newest, {runs[-1]}")
-    return [str(found[name]) for name in sorted(found) if name.split("-")[0] == runs[-1]]
+        notes.append(f"the folder holds {len(runs)} runs; this is the newest, {runs[-1]:06}")
+    return [str(found[key]) for key in sorted(found) if key[0] == runs[-1]]
 
 
 def _size(sources: list[str]) -> int | None:

@@ -61,7 +61,7 @@ def test_replay_reads_the_newest_run_of_a_folder_that_holds_tapes_of_other_names
 ) -> None:
     run(CaptureWriter(f"{tmp_path}/"))
     (made,) = tmp_path.iterdir()
-    for name in ("kept-before.tape", "old.tape"):
+    for name in ("kept-before.tape", "old.tape", "2024-old.tape"):
         (tmp_path / name).write_bytes(b"no tape")
     outcome = replay(str(tmp_path), Options())
     assert (outcome.exit_code, outcome.counts) == (CLEAN, replay(str(made), Options()).counts)
