@@ -166,26 +166,21 @@ def _attend_bucket(
     else:
         mine = queries[context.query_rows(number)]
     mine = mine.reshape(pieces, count, kv_heads, -1, queries.shape[-1])
-    common = bucket.views[group].common
+    common, shared = bucket.views[group].common, None
     index = context.read_index(number, group, kv_heads, common)
     keys, values = _fetch(pages, index, codes, latent)
     if common:
         index = context.read_index(number, group, kv_heads, common, 1)
         shared = _fetch(pages, index, codes, latent)
-        part = mine.transpose(0, 2, 3, 1, 4)
-        bias = context.bias(number, group, 0)
-        bias = None if bias is None else bias[:, :, common:]
-        out = _apart(part, keys, values, shared, bias, sinks)
-        return out.transpose(0, 3, 1, 2, 4).reshape(pieces * count, -1, out.shape[-1])
     outs = []
     for place, tile in enumerate(bucket.views[group].tiles):
         part = mine[:, tile.begin : tile.end].transpose(0, 2, 3, 1, 4)
-        bias = context.bias(number, group, place)
-        reach = (keys[:, :, : tile.keys], values[:, :, : tile.keys])
-        if tile.end - tile.begin >= MANY_QUERIES:
+        bias, own = context.bias(number, group, place), slice(tile.keys - common)
+        reach = (keys[:, :, own], values[:, :, own])
+        if shared is None and tile.end - tile.begin >= MANY_QUERIES:
             outs.append(_columns(part, *reach, bias, tile.clear, sinks))
         else:
-            outs.append(_rows(part, *reach, bias, sinks))
+            outs.append(_rows(part, *reach, bias, sinks, shared))
     out = outs[0] if len(outs) == 1 else mx.concatenate(outs, axis=3)
     return out.transpose(0, 3, 1, 2, 4).reshape(pieces * count, -1, out.shape[-1])
 
@@ -212,8 +207,13 @@ def _rows(
     values: mx.array,
     bias: mx.array | None,
     sinks: mx.array | None,
+    shared: tuple[mx.array, mx.array] | None = None,
 ) -> mx.array:
-    """Few queries: scores [B, KV, R, n, S]. Queries and result are [B, KV, R, n, dim]."""
+    """Few queries: scores [B, KV, R, n, S]. Queries and result are [B, KV, R, n, dim].
+
+    shared: K and V that stand before those of every piece, [1, KV, S, dim], which bias is not of.
+    They are scored for the queries of all pieces at once, [1, KV, S, B * R * n].
+    """
     pieces, kv_heads, repeats, count, dim = queries.shape
     flat = queries.reshape(pieces, kv_heads, repeats * count, dim)
     scores = flat @ keys.swapaxes(-1, -2)
@@ -221,49 +221,26 @@ def _rows(
         wide = scores.reshape(pieces, kv_heads, repeats, count, -1)
         scores = (wide + bias[:, None, None]).reshape(scores.shape)
     peaks = scores.max(axis=-1, keepdims=True)
+    if shared is not None:
+        before = shared[0] @ flat.swapaxes(0, 1).reshape(1, kv_heads, -1, dim).swapaxes(-1, -2)
+        peaks = mx.maximum(peaks, _by_piece(before.max(axis=-2), peaks))
     if sinks is not None:
         sinks = mx.repeat(sinks.reshape(1, kv_heads, repeats), count, axis=2)[..., None]
         peaks = mx.maximum(peaks, sinks)
     weights = exp2_below(scores, peaks)
-    totals = _with_sinks(weights.sum(axis=-1, keepdims=True), peaks, sinks)
-    out = (weights @ values) / totals
+    sums, out = weights.sum(axis=-1, keepdims=True), weights @ values
+    if shared is not None:
+        weights = exp2_below(before, peaks.swapaxes(0, 1).reshape(1, kv_heads, 1, -1))
+        sums = sums + _by_piece(weights.sum(axis=-2), sums)
+        out = out + _by_piece(weights.swapaxes(-1, -2) @ shared[1], out)
+    out = out / _with_sinks(sums, peaks, sinks)
     return out.reshape(pieces, kv_heads, repeats, count, -1)
 
 
-def _apart(
-    queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    shared: tuple[mx.array, mx.array],
-    bias: mx.array | None,
-    sinks: mx.array | None,
-) -> mx.array:
-    """Few queries of several pieces, over `shared` K and V, [1, KV, S, dim], and each its own
-    behind them, of which the bias is.
-    """
-    pieces, kv_heads, repeats, count, dim = queries.shape
-    flat = queries.reshape(pieces, kv_heads, repeats * count, dim)
-    together = flat.swapaxes(0, 1).reshape(1, kv_heads, -1, dim)
-
-    def own(rows: mx.array) -> mx.array:
-        """[1, KV, B * R * n, ...] as [B, KV, R * n, ...]."""
-        return rows.reshape(kv_heads, pieces, repeats * count, -1).swapaxes(0, 1)
-
-    scores, of_shared = flat @ keys.swapaxes(-1, -2), shared[0] @ together.swapaxes(-1, -2)
-    if bias is not None:
-        wide = scores.reshape(pieces, kv_heads, repeats, count, -1)
-        scores = (wide + bias[:, None, None]).reshape(scores.shape)
-    highest = of_shared.max(axis=-2, keepdims=True).swapaxes(-1, -2)
-    peaks = mx.maximum(scores.max(axis=-1, keepdims=True), own(highest))
-    if sinks is not None:
-        sinks = mx.repeat(sinks.reshape(1, kv_heads, repeats), count, axis=2)[..., None]
-        peaks = mx.maximum(peaks, sinks)
-    weights = exp2_below(scores, peaks)
-    of_all = exp2_below(of_shared, peaks.swapaxes(0, 1).reshape(1, kv_heads, 1, -1))
-    sums = weights.sum(axis=-1, keepdims=True)
-    sums = sums + own(of_all.sum(axis=-2, keepdims=True).swapaxes(-1, -2))
-    out = weights @ values + own(of_all.swapaxes(-1, -2) @ shared[1])
-    return (out / _with_sinks(sums, peaks, sinks)).reshape(pieces, kv_heads, repeats, count, -1)
+def _by_piece(rows: mx.array, like: mx.array) -> mx.array:
+    """What is by head, then piece, as what is by piece, then head, `like` [B, KV, rows, ...]."""
+    pieces, kv_heads, *rest = like.shape
+    return rows.reshape(kv_heads, pieces, *rest).swapaxes(0, 1)
 
 
 def _columns(

@@ -49,7 +49,8 @@ class Tile:
     """Queries [begin, end) of each piece of a bucket, against its first `keys` keys.
 
     bias: of the keys from `clear` on, [B, end - begin, keys - clear], 0 or HIDDEN; None where every
-    query sees every key. clear: keys that every query sees, where they are worth setting apart.
+    query sees every key. clear: keys that every query sees, where they are worth setting apart: the
+    view's common ones, or those of many queries.
     """
 
     begin: int
@@ -210,7 +211,7 @@ def _view(metadata: StepMetadata, group: int, pieces: Longs, rows: Longs) -> Vie
         raise BadBatch(f"group {group} would read {where}, which has no block", seq)
     seen = _Seen(metadata, group, rows, positions, valid)
     common = 0 if low.any() else _common(slots, int(metadata.until[rows[:, 0]].min()))
-    return View(np.maximum(slots, 0), _tiles(seen), seen, common)
+    return View(np.maximum(slots, 0), _tiles(seen, common), seen, common)
 
 
 def _common(slots: Longs | Ints, seen: int) -> int:
@@ -251,7 +252,7 @@ class _Seen:
         return near
 
 
-def _tiles(seen: _Seen) -> tuple[Tile, ...]:
+def _tiles(seen: _Seen, common: int) -> tuple[Tile, ...]:
     count, keys = seen.rows.shape[1], seen.positions.shape[1]
     tiles = []
     for begin in range(0, count, TILE_ROWS):
@@ -260,11 +261,12 @@ def _tiles(seen: _Seen) -> tuple[Tile, ...]:
         reach = keys - (count - end)
         mask = seen.mask(begin, end, reach)
         if mask.all():
-            tiles.append(Tile(begin, end, reach, None))
+            tiles.append(Tile(begin, end, reach, None, common))
             continue
-        clear = int(mask.all(axis=(0, 1)).argmin())
-        if end - begin < MANY_QUERIES or clear < CLEAR_KEYS_MIN:
-            clear = 0
+        clear = common
+        if not common and end - begin >= MANY_QUERIES:
+            seen_by_all = int(mask.all(axis=(0, 1)).argmin())
+            clear = seen_by_all if seen_by_all >= CLEAR_KEYS_MIN else 0
         bias = np.where(mask[:, :, clear:], 0.0, HIDDEN).astype(np.float32)
         tiles.append(Tile(begin, end, reach, bias, clear))
     return tuple(tiles)

@@ -144,7 +144,7 @@ def test_keys_scored_apart_weigh_as_much_as_together(sinks: bool) -> None:
     together = attention._rows(
         queries, *whole, mx.concatenate([mx.zeros((3, 2, 5)), bias], axis=-1), asked
     )
-    apart = attention._apart(queries, keys, values, shared, bias, asked)
+    apart = attention._rows(queries, keys, values, bias, asked, shared)
     np.testing.assert_allclose(np.array(apart), np.array(together), rtol=0, atol=1e-6)
 
 
