@@ -15,9 +15,10 @@ import mlx.core as mx
 
 from .drawing import CudaSampler, Sampler
 from .fastmath import LOG2E
+from .kernel_text import header
 from .paged_attention import Layer, Shape
 from .paged_plan import RowsPlan
-from .products import CudaProducts, Products, header
+from .products import CudaProducts, Products
 
 HEADERS = ("cuda.h", "decode.h", "tensor.h")
 WARPS = 4

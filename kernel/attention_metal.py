@@ -16,9 +16,10 @@ import mlx.core as mx
 from .attention_cuda import row_of
 from .drawing import Sampler
 from .fastmath import LOG2E
+from .kernel_text import SOURCE
 from .paged_attention import Layer, Shape
 from .paged_plan import RowsPlan
-from .products import SOURCE, Products
+from .products import Products
 
 HEADERS = ("metal.h", "decode.h")
 WARPS = 4

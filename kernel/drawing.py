@@ -16,7 +16,7 @@ from statemachine.records import Parameters
 
 from .errors import describe
 from .fastmath import LOG2E
-from .products import header
+from .kernel_text import header
 from .sampling import Floats, Samples, SamplingPlan, plan_samples, sample
 
 HEADERS = ("cuda.h", "sample.h")

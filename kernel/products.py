@@ -10,16 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from hashlib import sha256
-from pathlib import Path
 from typing import Any, Protocol
 
 import mlx.core as mx
 from attrs import evolve, frozen
 
 from .fastmath import SWIGLU
+from .kernel_text import header
 
-SOURCE = Path(__file__).parent / "paged_source"
 HEADERS = ("cuda.h", "product.h")
 """For up to NARROW_ROWS."""
 WIDE_HEADERS = ("cuda.h", "hopper.h", "product.h", "wide.h")
@@ -253,15 +251,6 @@ def wide_source(form: Form, cut: Cut) -> Source:
 def _name(form: Form, *more: object) -> str:
     words = "_".join(map(str, (form.kind, *more, *form.words)))
     return words.translate(str.maketrans(".+-", "___"))
-
-
-@cache
-def header(names: tuple[str, ...]) -> str:
-    """Files by path, since MLX hashes this text at every call. It keeps what it compiled on disk by
-    that hash, which is not one of what is included: so that is said here.
-    """
-    digest = sha256(b"".join((SOURCE / name).read_bytes() for name in names)).hexdigest()
-    return f"// {digest[:16]}\n" + "".join(f'#include "{SOURCE / name}"\n' for name in names)
 
 
 class CudaProducts:

@@ -99,11 +99,11 @@ def _outcome(
     end: Finished | None,
     capacity: int,
 ) -> Outcome:
-    parameters, stream = request.arrived.parameters, request.stream
+    parameters, length = request.arrived.parameters, request.stream.length
     if parameters.embed:
         # The answer is what was sampled from, and the token is nobody's.
         return Outcome(piece.seq, (), STOP, int(piece.purpose == DRAFT))
-    left, ends = limit_tokens(request, capacity) - stream.length, parameters.end_tokens
+    left, ends = limit_tokens(request, capacity) - length, parameters.end_tokens
     if end is None and len(tokens) < left and not (ends and any(it in ends for it in tokens)):
         return Outcome(piece.seq, tokens, None, len(tokens) if piece.purpose == DRAFT else 0)
     kept, reason = len(tokens), None

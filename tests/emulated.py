@@ -22,6 +22,7 @@ from kernel import attention_cuda, attention_metal, drawing, products
 from kernel.attention_cuda import decode_body
 from kernel.drawing import Sampler
 from kernel.fastmath import LOG2E
+from kernel.kernel_text import SOURCE
 from kernel.paged_attention import Layer, Shape
 from kernel.paged_plan import RowsPlan
 from kernel.products import CudaProducts, Products, Shapes, Source
@@ -61,7 +62,7 @@ def _library(source: str) -> ctypes.CDLL:
 
 
 def _text(headers: tuple[str, ...], changes: tuple[Change, ...]) -> str:
-    text = "".join((products.SOURCE / name).read_text() + "\n" for name in headers)
+    text = "".join((SOURCE / name).read_text() + "\n" for name in headers)
     for old, new in changes:
         if text.count(old) != 1:
             raise ValueError(f"{old!r} stands {text.count(old)} times in the kernel's source")

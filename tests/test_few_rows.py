@@ -12,7 +12,7 @@ import pytest
 from attrs import evolve
 from mlx.utils import tree_map
 
-from kernel import attention, few_rows, products
+from kernel import attention, few_rows, kernel_text, products
 from kernel.batch import Batch
 from kernel.few_rows import FewRows, Unlike
 from kernel.forward import Forward
@@ -285,9 +285,9 @@ def test_of_a_long_piece_only_rows_that_are_looked_at_go_through_the_last_networ
 def test_a_kernel_is_compiled_anew_where_a_file_of_it_has_changed(
     tmp_path: Path, monkeypatch: Any
 ) -> None:
-    copied = Path(shutil.copytree(products.SOURCE, tmp_path / "source"))
-    monkeypatch.setattr(products, "SOURCE", copied)
-    told = products.header.__wrapped__
+    copied = Path(shutil.copytree(kernel_text.SOURCE, tmp_path / "source"))
+    monkeypatch.setattr(kernel_text, "SOURCE", copied)
+    told = kernel_text.header.__wrapped__
     before = told(WIDE_HEADERS), told(HEADERS)
     assert before[0].endswith(f'#include "{copied}/wide.h"\n')
     with (copied / "wide.h").open("a") as file:

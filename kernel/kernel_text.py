@@ -1,0 +1,18 @@
+"""KernelText: what CUDA's compiler is handed of paged_source, whichever kernel it is for."""
+
+from __future__ import annotations
+
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+
+SOURCE = Path(__file__).parent / "paged_source"
+
+
+@cache
+def header(names: tuple[str, ...]) -> str:
+    """Files by path, since MLX hashes this text at every call. It keeps what it compiled on disk by
+    that hash, which is not one of what is included: so that is said here.
+    """
+    digest = sha256(b"".join((SOURCE / name).read_bytes() for name in names)).hexdigest()
+    return f"// {digest[:16]}\n" + "".join(f'#include "{SOURCE / name}"\n' for name in names)
