@@ -170,7 +170,7 @@ def _attend_bucket(
     index = context.read_index(number, group, kv_heads, common)
     keys, values = _fetch(pages, index, codes, latent)
     if common:
-        index = context.read_index(number, group, kv_heads, common, 1)
+        index = context.read_index(number, group, kv_heads, common, shared=True)
         shared = _fetch(pages, index, codes, latent)
     outs = []
     for place, tile in enumerate(bucket.views[group].tiles):

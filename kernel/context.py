@@ -41,7 +41,7 @@ class StepContext:
         self.offset: mx.array = Positions(metadata.positions)
         self.tokens = _tokens(metadata, fed)
         self._writes: dict[int, tuple[mx.array, mx.array]] = {}
-        self._reads: dict[tuple[int, int, int, int, int | None], mx.array] = {}
+        self._reads: dict[tuple[int, int, int, int, bool], mx.array] = {}
         self._biases: dict[tuple[int, int, int], mx.array | None] = {}
         self._rows: dict[int, mx.array] = {}
 
@@ -70,15 +70,15 @@ class StepContext:
         return self._rows[bucket]
 
     def read_index(
-        self, bucket: int, group: int, heads: int, first: int = 0, pieces: int | None = None
+        self, bucket: int, group: int, heads: int, common: int = 0, shared: bool = False
     ) -> mx.array:
-        """Rows of the pages seen as [slots * heads, dim]: [B, heads, S], of keys from `first` on;
-        of the first `pieces` alone, up to `first`, where that is given.
+        """Rows of the pages seen as [slots * heads, dim]: [B, heads, S], of keys behind the
+        `common` ones; or, where `shared`, of these: [1, heads, common].
         """
-        key = (bucket, group, heads, first, pieces)
+        key = (bucket, group, heads, common, shared)
         if key not in self._reads:
             slots = self.buckets[bucket].views[group].slots
-            slots = slots[:, first:] if pieces is None else slots[:pieces, :first]
+            slots = slots[:1, :common] if shared else slots[:, common:]
             scaled = slots.astype(np.uint32)[:, None, :] * np.uint32(heads)
             lanes = np.arange(heads, dtype=np.uint32)[None, :, None]
             self._reads[key] = mx.array(scaled + lanes)
