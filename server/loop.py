@@ -1,7 +1,7 @@
 """Loop: the engine's step, without threads: inputs, plan, tape, forward, close, news.
 
-Owns the view, the records that are not on tape yet, and what becomes of a step that raises. The
-thread (engine.py) and the step-pinned driver call the same `step`. Never waits for input.
+Owns the view, and what becomes of a step that raises. The thread (engine.py) and the step-pinned
+driver call the same `step`. Never waits for input.
 
 Tape order: the last step's StepDone and StepTimed, then inputs, then StepPlanned, in one write
 before the forward is issued. Finished records stand before the StepDone that they end a request in.
@@ -46,6 +46,7 @@ from .news import news
 from .parts import Arrival, Input, Parts
 from .submission import CANCELLED, ERROR, STOP, Update
 from .view import StepPlan, View, checkpoint, initial, receive
+from .writes import Writes
 
 FAILURES_MAX = 8
 """Failed steps in a row after which the engine stops."""
@@ -67,11 +68,9 @@ class Loop:
         """`clock` gives seconds; only StepTimed sees it. Writes header and first checkpoint."""
         self._kernel = parts.kernel
         self._policy = parts.policy
-        self._capture = parts.capture
         self._clock = clock
         self._clients = Clients(parts.decoder)
         self._kept = parts.kept
-        self._unwritten: list[Record] = []
         drafted = None if parts.draft is None else parts.draft.model
         self.view: View = initial(parts.kernel.geometry, parts.policy, drafted)
         self._flights: deque[Flight] = deque()
@@ -84,13 +83,9 @@ class Loop:
         if parts.kept is not None:
             self.counters.kept = parts.kept.counts
         self.failure = ""
+        self._writes = Writes(parts.capture, self.counters)
         if parts.header is not None:
-            self._write([parts.header, checkpoint(self.view)])
-
-    @property
-    def capture_gaps(self) -> int:
-        """How often records were lost."""
-        return 0 if self._capture is None else self._capture.gaps
+            self._writes.flush([parts.header, checkpoint(self.view)])
 
     @property
     def broken(self) -> bool:
@@ -103,7 +98,7 @@ class Loop:
     def busy(self) -> bool:
         """Whether a step would find something to do without any input."""
         view = self.view
-        waits = self._clients.lost or self._guard.pending or self._unwritten or self._flights
+        waits = self._clients.lost or self._guard.pending or self._writes or self._flights
         if waits or view.requests or view.closing:
             return True
         if self._drafting is not None and self._drafting.due(view):
@@ -135,9 +130,9 @@ class Loop:
         """Plan the next step and issue it; False where nothing is to be done before the step in
         flight was read. `received` is on tape then.
         """
-        due = self._capture is not None and self._capture.checkpoint_due
+        due = self._writes.checkpoint_due
         if due and self._flights:
-            self._flush(received)  # a checkpoint stands between two steps
+            self._writes.flush(received)  # a checkpoint stands between two steps
             return False
         drafted = self._drafted(received)
         started = self._clock()
@@ -148,7 +143,7 @@ class Loop:
             if self._flights:
                 # It most likely raises again, with nothing in flight; then everything is given up.
                 log.exception("no plan could be made while a step was in flight")
-                self._flush(received)
+                self._writes.flush(received)
                 return False
             self._give_up(received, error)
             return True
@@ -157,7 +152,7 @@ class Loop:
                 # Nobody would ever move again, and nobody would hear of it.
                 self._give_up(received, RuntimeError("nothing can be planned for what is live"))
                 return True
-            self._flush(received)
+            self._writes.flush(received)
             return False
         if due:
             received.append(checkpoint(self.view))
@@ -175,12 +170,12 @@ class Loop:
             return False
 
         def write(planned: list[Record]) -> None:
-            self._flush([*received, *planned])
+            self._writes.flush([*received, *planned])
             received.clear()
 
         before = self.view
         self.view, answers = self._drafting.round(before, write)
-        self._unwritten += answers
+        self._writes.wait(answers)
         for kind in self._drafting.take_divergences():
             self.counters.divergences[kind] += 1
         return self.view is not before
@@ -199,7 +194,7 @@ class Loop:
 
     def _write_planned(self, received: list[Record], step: int, events: tuple[Event, ...]) -> None:
         digest = self.view.state.digest
-        self._flush([*received, StepPlanned(step, events, digest)])
+        self._writes.flush([*received, StepPlanned(step, events, digest)])
 
     def _receive(self, inputs: list[Input]) -> list[Record]:
         """Take inputs into the view; returns those that changed it, as records."""
@@ -297,7 +292,7 @@ class Loop:
         for update in news(before, plan, result, outcomes):
             self._tell(update)
         times.append(self._clock())
-        self._unwritten += [*finished, done, timed(plan.step, times)]
+        self._writes.wait([*finished, done, timed(plan.step, times)])
 
     def _stops(self, plan: StepPlan, tokens: tuple[int, ...]) -> tuple[Finished, ...]:
         """Feed new tokens to the requests that have stop strings; the ends that they came to."""
@@ -332,7 +327,7 @@ class Loop:
             # The state itself is broken: nothing can be undone, and the engine ends. Its tape must
             # not end as if the process had been killed in this step.
             digest = before.state.digest
-            self._flush([StepFailed(plan.step, stage, said, blamed, (), digest)])
+            self._writes.flush([StepFailed(plan.step, stage, said, blamed, (), digest)])
             raise
         self.view = after
         self.counters.events(events)
@@ -340,9 +335,8 @@ class Loop:
         if not getattr(error, "wished", False):
             self.counters.failures_in_a_row += 1
         self.failure = said
-        self._unwritten.append(
-            StepFailed(plan.step, stage, said, blamed, events, self.view.state.digest)
-        )
+        digest = after.state.digest
+        self._writes.wait([StepFailed(plan.step, stage, said, blamed, events, digest)])
         for request in blamed:
             self._tell(Update(request, (), ERROR, error=f"the model could not run this: {said}"))
         if self._kept is not None and stage == BUILD:
@@ -358,7 +352,8 @@ class Loop:
         """Give a step up that was issued behind one that lost the pages."""
         self.view = scheduler.settle_failed(self.view, plan, VOID, (), ())
         said = "a step before it lost the pages"
-        self._unwritten.append(StepFailed(plan.step, VOID, said, (), (), self.view.state.digest))
+        digest = self.view.state.digest
+        self._writes.wait([StepFailed(plan.step, VOID, said, (), (), digest)])
 
     def _give_up(self, received: list[Record], error: Exception) -> None:
         """No plan could be made, which is a bug: end everything live, and go on empty."""
@@ -381,16 +376,15 @@ class Loop:
         self._drafted(records)
         plan = scheduler.plan_step(self.view, self._policy)
         if plan.idle:
-            self._flush(records)
+            self._writes.flush(records)
         else:
             self.view = scheduler.begin(self.view, plan)
             self._write_planned(records, plan.step, plan.events)
             now = self._clock()
             self._close(plan, NOTHING, [now, now, now, now])
         self._keep_all()
-        self._flush([TapeEnded(self.view.step - 1)])
-        if self._capture is not None:
-            self._capture.close()
+        self._writes.flush([TapeEnded(self.view.step - 1)])
+        self._writes.close()
 
     def _keep_all(self) -> None:
         """What the pool has goes into the prefix store. No event says so: nothing comes after.
@@ -434,27 +428,7 @@ class Loop:
         """
         for kind in sorted({it.kind for it in wrong}):
             self.counters.divergences[kind] += 1
-        position = None if self._capture is None else self._capture.position
-        for request in self._guard.act(before, plan, wrong, position):
+        for request in self._guard.act(before, plan, wrong, self._writes.position):
             self._tell(Update(request, (), ERROR, error=sentence(plan.step)))
         if self._guard.stopped:
             self.failure = self._guard.stopped
-
-    def _flush(self, records: list[Record]) -> None:
-        """One write: what waited, then `records`."""
-        due = self._unwritten + records
-        self._unwritten = []
-        if due:
-            self._write(due)
-
-    def _write(self, records: list[Record]) -> None:
-        if self._capture is None:
-            return
-        try:
-            self._capture.write(records)
-            self.counters.capture_bytes = self._capture.bytes_written
-            self.counters.capture_gaps = self._capture.gaps
-        except Exception:
-            log.exception("the tape could not be written; serving goes on without it")
-            self.counters.capture_failures += 1
-            self._capture = None

@@ -104,7 +104,7 @@ def test_a_flight_of_which_nobody_is_left_is_work_even_with_all_else_on_tape() -
     assert loop is not None
     sim.submit(range(5), 9, end_tokens=(7,))
     turns(sim, 2)
-    loop._flush([])  # D1 is on tape, so that nothing but the flight is left to do
+    loop._writes.flush()  # D1 is on tape, so that nothing but the flight is left to do
     assert loop.busy
     sim.run()
     clean(sim)

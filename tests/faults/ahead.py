@@ -355,9 +355,9 @@ def void_used(original: Any, witness: Witness) -> Any:
 )
 def void_unsaid(original: Any, witness: Witness) -> Any:
     def void(loop: Any, plan: Any) -> None:
-        said = len(loop._unwritten)
+        said = len(loop._writes)
         original(loop, plan)
-        del loop._unwritten[said:]
+        del loop._writes._waiting[said:]
         witness.note(-1, PLANNED, plan.step + 1)
 
     return void
@@ -382,7 +382,7 @@ class _Unseen(deque[Any]):
 def checkpoint_in_flight(original: Any, witness: Witness) -> Any:
     def take_off(loop: Any, received: list[Any]) -> Any:
         flights = loop._flights
-        if not flights or not loop._capture.checkpoint_due:
+        if not flights or not loop._writes.checkpoint_due:
             return original(loop, received)
         witness.note(-1, PLANNED, flights[0].plan.step)
         loop._flights = _Unseen(flights)
