@@ -334,7 +334,7 @@ class Engine:
             "shadow_found": counters.shadow_found,
             "divergences": sum(counters.divergences.values()),
             "capture_failures": counters.capture_failures,
-            "capture_gaps": loop.capture_gaps,
+            "capture_gaps": counters.capture_gaps,
         }
 
     def _opened_loop(self) -> Loop:
