@@ -22,7 +22,6 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Protocol, Self, TypeVar
 
-import msgspec
 from msgspec import Struct
 
 from kernel.batch import Logprob
@@ -199,14 +198,14 @@ class Engine:
 
     def _completion(self, prompt: Prompt, parameters: dict[str, Any]) -> Ask:
         _check_names(CompletionRequest, parameters)
-        body = msgspec.json.encode({"prompt": prompt, **parameters})
-        return self._desk.ask(ask_of_completion, read_completion_request(body), self._name())
+        body = read_completion_request({"prompt": prompt, **parameters})
+        return self._desk.ask(ask_of_completion, body, self._name())
 
     def _conversation(self, messages: Messages, parameters: dict[str, Any]) -> Ask:
         _check_names(ChatRequest, parameters)
         turns = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-        body = msgspec.json.encode({"messages": turns, **parameters})
-        return self._desk.ask(ask_of_chat, read_chat_request(body), self._name())
+        body = read_chat_request({"messages": turns, **parameters})
+        return self._desk.ask(ask_of_chat, body, self._name())
 
     def _name(self) -> str:
         """What the next request is called on tape."""

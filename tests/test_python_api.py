@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from replay.reader import Tape
@@ -123,6 +126,66 @@ def test_what_is_wrong_is_told_in_one_sentence() -> None:
             engine.score("", ["b"])
         with pytest.raises(TypeError, match=r"^there is no parameter 'maxtokens'; known are "):
             engine.generate("a", maxtokens=3)
+
+
+NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty")
+PENALTIES = ("presence_penalty", "frequency_penalty")
+COUNTS = ("top_k", "seed", "max_tokens", "n", "priority", "logprobs")
+
+
+@pytest.mark.parametrize("name", [*NUMBERS, *PENALTIES, *COUNTS])
+@pytest.mark.parametrize(
+    "value", [math.nan, math.inf, -math.inf, np.float32("nan"), True, "1", b"1", 2**70, -(2**70)]
+)
+def test_a_number_that_no_request_can_have_is_refused_by_its_name(name: str, value: object) -> None:
+    with answering("x") as engine, pytest.raises(ApiError) as refused:
+        engine.generate("a", **{name: value})
+    assert refused.value.param == name
+
+
+def test_penalties_go_from_minus_two_to_two_and_nan_is_in_no_range() -> None:
+    with answering("x") as engine:
+        for name in PENALTIES:
+            for value in (-2, 2.0, np.float32(-2)):
+                engine.generate("a", **{name: value})
+            for value in (-2.001, 2.001, math.nan):
+                with pytest.raises(ApiError) as refused:
+                    engine.chat("a", **{name: value})
+                assert str(refused.value) == f"{name} is {value}; it must be between -2 and 2."
+        with pytest.raises(ApiError) as refused:
+            engine.generate("a", logit_bias={3: math.nan})
+        assert str(refused.value) == (
+            "logit_bias of token 3 is nan; it must be between -100 and 100."
+        )
+
+
+def test_numbers_and_tokens_may_come_from_numpy_and_ids_as_they_are() -> None:
+    with answering("hello") as engine:
+        answer = engine.generate(
+            np.arange(4), temperature=np.float64(0.5), max_tokens=np.int64(2), logit_bias={7: 1}
+        )
+    assert (answer.text, answer.prompt_tokens) == ("he", 4)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        (b"abc", "prompt: Expected str | array, got bytes."),
+        (
+            range(3),
+            "A value is of type range; it must be a text, number, bool, list or dict.",
+        ),
+        (
+            "\ud800",
+            "A text has half of a surrogate pair, which UTF-8 has no bytes for; replace it.",
+        ),
+        ({(1, 2): 3}, "Only dicts with str-like or number-like keys are supported."),
+    ],
+)
+def test_what_no_body_can_hold_is_told_in_one_sentence(prompt: Any, said: str) -> None:
+    with answering("x") as engine, pytest.raises(ApiError) as refused:
+        engine.generate(prompt)
+    assert str(refused.value) == said
 
 
 def test_a_stream_that_is_left_gives_its_request_up_once() -> None:

@@ -8,12 +8,18 @@ many; null and absent mean the same.
 from __future__ import annotations
 
 import re
-from typing import TypeVar
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 from msgspec import UNSET, Struct, UnsetType
 
+from ..parameters import range_error
+
 Body = TypeVar("Body")
+Fields = Mapping[str, Any]
+"""A body's fields as a program gives them."""
 
 MESSAGE_CHARACTERS_MAX = 800
 
@@ -90,16 +96,47 @@ class ModelList(Struct):
     object: str = "list"
 
 
-def read_body(decoder: msgspec.json.Decoder[Body], body: bytes) -> Body:
-    """The body as its type. Raises ApiError (400), with the field's name in `param`."""
+def read_body(decoder: msgspec.json.Decoder[Body], body: bytes | Fields) -> Body:
+    """The body as its type. Raises ApiError (400), with the field's name in `param`.
+
+    From a program come fields: they are held against the same type, but are not written as JSON
+    first, which would make null, and so the default, of a NaN, and other text of bytes.
+    """
     try:
-        return decoder.decode(body)
+        if isinstance(body, bytes):
+            return decoder.decode(body)
+        given: Body = msgspec.convert(_plain(body), decoder.type)
+        return given
     except msgspec.ValidationError as error:
         raise _wrong_type(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ApiError(f"The body is not valid JSON: {error}.", code="invalid_json") from None
     except RecursionError:
         raise ApiError("The body is nested too deeply.", code="invalid_json") from None
+
+
+def _plain(fields: Fields) -> Any:
+    """Fields in the types that JSON has, and bytes, which no field takes. Raises ApiError."""
+    try:
+        plain = msgspec.to_builtins(
+            fields, builtin_types=(bytes,), str_keys=True, enc_hook=_of_numpy
+        )
+        msgspec.json.encode(plain)  # as a tape will hold it, and its texts
+    except UnicodeEncodeError:
+        raise ApiError(
+            "A text has half of a surrogate pair, which UTF-8 has no bytes for; replace it."
+        ) from None
+    except TypeError as error:
+        raise ApiError(f"{error}.") from None
+    return plain
+
+
+def _of_numpy(value: Any) -> Any:
+    if isinstance(value, (np.generic, np.ndarray)):
+        return value.tolist()
+    raise TypeError(
+        f"A value is of type {type(value).__name__}; it must be a text, number, bool, list or dict"
+    )
 
 
 _AT = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
@@ -122,5 +159,5 @@ def _wrong_type(message: str) -> ApiError:
 
 def check_range(name: str, value: float | None, low: float, high: float) -> None:
     """Raise ApiError (400) where a number is out of its range."""
-    if value is not None and not low <= value <= high:
-        raise ApiError(f"{name} is {value}; it must be between {low} and {high}.", param=name)
+    if value is not None and (said := range_error(name, value, low, high)):
+        raise ApiError(f"{said}.", param=name)

@@ -11,12 +11,12 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from ..dialects.tools import check_tools
-from .wire import ApiError, Usage, check_range, read_body
+from ..parameters import TOP_LOGPROBS_MAX
+from .wire import ApiError, Fields, Usage, check_range, read_body
 from .wire_sampling import Sampling, check_sampling
 from .wire_tools import CallDelta, MessageCall, ToolDefinition, choice_of, tools_of
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-TOP_LOGPROBS_MAX = 20
 TEMPLATE_NAMES = frozenset({"messages", "tools", "add_generation_prompt"})
 """Template variables that are the server's own."""
 
@@ -159,8 +159,10 @@ class Chunk(Struct):
 _decoder = msgspec.json.Decoder(ChatRequest)
 
 
-def read_chat_request(body: bytes) -> ChatRequest:
-    """The request in `body`, checked. Raises ApiError (400), with the field's name in `param`."""
+def read_chat_request(body: bytes | Fields) -> ChatRequest:
+    """The request in a body, or of its fields, checked. Raises ApiError (400), with the field's
+    name in `param`.
+    """
     request = read_body(_decoder, body)
     check_messages(request.messages)
     check_chat(request)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from .wire import ApiError, Usage, check_range, read_body
+from .wire import ApiError, Fields, Usage, check_range, read_body
 from .wire_sampling import Sampling, check_sampling
 
 LOGPROBS_MAX = 5
@@ -71,8 +71,10 @@ class TextCompletion(Struct):
 _decoder = msgspec.json.Decoder(CompletionRequest)
 
 
-def read_completion_request(body: bytes) -> CompletionRequest:
-    """The request in `body`, checked. Raises ApiError (400), with the field's name in `param`."""
+def read_completion_request(body: bytes | Fields) -> CompletionRequest:
+    """The request in a body, or of its fields, checked. Raises ApiError (400), with the field's
+    name in `param`.
+    """
     request = read_body(_decoder, body)
     check_sampling(request)
     check_range("logprobs", request.logprobs, 0, LOGPROBS_MAX)

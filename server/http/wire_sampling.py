@@ -13,7 +13,7 @@ from kernel.tokenizer import Tokenizer
 from statemachine.events import Namespace
 from statemachine.records import NO_LOGPROBS, NO_SCORES, Parameters
 
-from ..parameters import REPETITION_MAX, REPETITION_MIN
+from ..parameters import BOUNDS, bias_error
 from .asking import NO_LIMIT, SEED_MASK, random_seed
 from .wire import ApiError, check_range
 from .wire_grammar import Constrained
@@ -21,7 +21,6 @@ from .wire_grammar import Constrained
 STOPS_MAX = 4
 STOP_CHARACTERS_MAX = 1000
 COPIES_MAX = 128
-BIAS_MAX = 100.0
 _TOKEN = re.compile("[0-9]{1,18}")
 """A token id; Python refuses to read numbers of many thousand digits."""
 
@@ -108,24 +107,17 @@ class Sampling(Constrained, kw_only=True):
         )
 
 
-_RANGES: tuple[tuple[str, float, float], ...] = (
-    ("temperature", 0, 2),
-    ("top_p", 0, 1),
-    ("min_p", 0, 1),
-    ("top_k", -1, 2**31 - 1),
-    ("seed", -(2**63), 2**64 - 1),
-    ("max_tokens", 0, 2**31 - 1),
-    ("n", 1, COPIES_MAX),
-    ("frequency_penalty", -2, 2),
-    ("presence_penalty", -2, 2),
-    ("repetition_penalty", REPETITION_MIN, REPETITION_MAX),
-    ("priority", -(2**31), 2**31 - 1),
-)
+_RANGES = {
+    **BOUNDS,
+    "top_k": (-1, BOUNDS["top_k"][1]),  # which is off, too
+    "seed": (-(2**63), BOUNDS["seed"][1]),  # signed ones are taken as the unsigned of their bits
+    "n": (1, COPIES_MAX),
+}
 
 
 def check_sampling(request: Sampling, stops_param: str = "stop") -> None:
     """Raise ApiError (400) where a field is out of its range."""
-    for name, low, high in _RANGES:
+    for name, (low, high) in _RANGES.items():
         check_range(name, getattr(request, name), low, high)
     if request.top_p == 0:
         raise ApiError("top_p is 0; it must be above 0 (temperature 0 is greedy).", param="top_p")
@@ -156,11 +148,8 @@ def bias_of(biases: dict[str, float] | None) -> tuple[tuple[int, float], ...]:
                 f"logit_bias names the token {name[:20]!r}; token ids are numbers.",
                 param="logit_bias",
             )
-        if not -BIAS_MAX <= bias <= BIAS_MAX:
-            raise ApiError(
-                f"logit_bias of token {name} is {bias}; it must be between -100 and 100.",
-                param="logit_bias",
-            )
+        if said := bias_error(name, bias):
+            raise ApiError(f"{said}.", param="logit_bias")
         found[int(name)] = bias
     return tuple(sorted(found.items()))
 
