@@ -15,6 +15,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 from mlx.nn.layers.base import Module
+from mlx_lm.models.cache import make_prompt_cache
 
 Body = Callable[..., mx.array]
 Head = Callable[[mx.array], mx.array]
@@ -118,6 +119,17 @@ def cut(
     except Exception:  # whatever a model does that is called in another way than it expects
         return model, unchanged
     return (body, head) if np.array_equal(whole, parts) else (model, unchanged)
+
+
+def hidden_size(model: Any) -> int:
+    """D of what leaves the body, which embeddings are; 0 where it is not told from the logits.
+
+    Nothing is computed for it.
+    """
+    body, _ = body_and_head(model)
+    if body is model:
+        return 0
+    return body(mx.zeros((1, 1), mx.int32), cache=make_prompt_cache(model)).shape[-1]
 
 
 def unchanged(logits: mx.array) -> mx.array:

@@ -97,6 +97,7 @@ def _make(
     from kernel.adapters import Adapters
     from kernel.families import family_of
     from kernel.grammar import Grammars
+    from kernel.split import hidden_size
     from kernel.weights import load_model
 
     loaded = load_model(settings.model, progress=progress)
@@ -142,6 +143,7 @@ def _make(
         kept=_kept(settings, kernel, header),
         draft=draft,
         prepare=masks.prepare,
+        embedding_size=0 if "embed" in kernel.cannot else hidden_size(loaded.model),
     )
     return parts, tokenizer
 

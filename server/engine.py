@@ -72,6 +72,7 @@ class _Limits(Struct, frozen=True):
     shelf: Shelf
     kept: KeptBlocks | None
     prepare: Callable[[str], None] | None
+    embedding_size: int
 
 
 def _is_ready(given: Input) -> bool:
@@ -143,6 +144,7 @@ class Engine:
             parts.shelf,
             parts.kept,
             parts.prepare,
+            parts.embedding_size,
         )
         self._loop = Loop(parts, self._clock)
 
@@ -194,6 +196,11 @@ class Engine:
         """The longest prompt + answer that this model and pool can hold."""
         limits = self._opened_limits()
         return capacity_tokens(limits.geometry, limits.policy)
+
+    @property
+    def embedding_size(self) -> int:
+        """Numbers of an embedding; 0 where this model makes none."""
+        return self._opened_limits().embedding_size
 
     @property
     def view(self) -> View:

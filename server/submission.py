@@ -103,6 +103,10 @@ class EngineApi(Protocol):
         """The longest prompt + answer that this model and pool can hold."""
 
     @property
+    def embedding_size(self) -> int:
+        """Numbers of an embedding; 0 where there are none, and who asks for one is refused."""
+
+    @property
     def counters(self) -> Counters:
         """What was counted so far; to be read only."""
 

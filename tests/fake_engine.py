@@ -132,6 +132,7 @@ class FakeEngine:
     """EngineApi. `script` gives the tokens of an answer; None leaves the request to the test."""
 
     identity = "scripted"
+    embedding_size = len(vector_of((0,)))
 
     def __init__(
         self,

@@ -12,6 +12,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from msgspec import structs
 
 from kernel.batch import Logprob, Piece
+from kernel.split import hidden_size
 from kernel.telling import SCORE_ROWS, plan_telling, read, tell
 from replay.divergence import OBSERVATION, TOKEN
 from replay.run import FORWARD, Options, replay
@@ -320,13 +321,15 @@ def test_embeddings_come_from_a_models_own_caches_too_and_adopted_rows_change_no
     again = run([(PROMPTS[3], wanted(1, embed=True))] * 2, apart=True)
     assert again.inboxes[1].cached_tokens == 31
     rows = [inbox.updates[-1].embedding for inbox in (*owned.inboxes, *again.inboxes)]
-    assert len(rows[0]) == 32
+    assert [len(row) for row in rows] == [hidden_size(tiny())] * 3 == [32] * 3
     np.testing.assert_allclose(rows[1], rows[0], atol=1e-4)
     np.testing.assert_allclose(rows[2], rows[0], atol=1e-4)
 
 
 def test_a_model_that_cannot_be_cut_refuses_embeddings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kernel.forward.body_and_head", lambda model: (model, lambda rows: rows))
+    monkeypatch.setattr("kernel.split.BODIES", ())
+    assert hidden_size(tiny()) == 0
     with pytest.raises(RequestRefused, match="last hidden state"):
         run([(PROMPTS[0], wanted(1, embed=True))])
     scored = run([(PROMPTS[1], wanted(2, score_from=0, logprobs=1))])

@@ -91,6 +91,16 @@ def test_base64_is_little_endian_float32(http: httpx.Client) -> None:
     assert np.frombuffer(data, "<f4").tolist() == [3.0, 99.0, -0.5]
 
 
+def test_a_vector_of_another_size_is_refused_before_anything_is_queued(
+    http: httpx.Client, engine: FakeEngine
+) -> None:
+    response = http.post("/v1/embeddings", json={"input": ["a", "b"], "dimensions": 4})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "dimensions")
+    assert error["message"] == ("dimensions is 4, but this model's vectors have 3; leave it out.")
+    assert engine.requests == {}
+
+
 def test_wrong_fields_of_embeddings_are_named(http: httpx.Client) -> None:
     path = "/v1/embeddings"
     assert refused(http, path) == (400, "input")

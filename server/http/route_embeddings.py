@@ -17,12 +17,12 @@ from .prompts import prompts_of
 from .replies import Exchange, Shape
 from .routing import desk_of, read_body, response_id
 from .stream import News, usage_of
-from .wire import ApiError
 from .wire_embeddings import (
     Embedding,
     EmbeddingList,
     EmbeddingRequest,
     EmbeddingUsage,
+    check_dimensions,
     read_embedding_request,
 )
 
@@ -33,6 +33,7 @@ async def embeddings(request: Request) -> Response:
     body = await read_body(request, desk.max_body_bytes)
     asked = read_embedding_request(body)
     desk.check_model(asked.model)
+    check_dimensions(asked.dimensions, desk.engine.embedding_size)
     external_id = response_id(request, "embd-")
     ask = await desk.aside(len(body), ask_of_embedding, asked, desk.tokenizer, external_id)
     answers = desk.admit(ask)
@@ -61,12 +62,6 @@ class EmbeddingShape(Shape):
 
     def whole(self, news: list[News]) -> EmbeddingList:
         vectors = [told.answer.embedding for told in news]
-        size, asked = len(vectors[0]), self._request.dimensions
-        if asked not in (None, size):
-            raise ApiError(
-                f"dimensions is {asked}, but this model's vectors have {size}; leave it out.",
-                param="dimensions",
-            )
         tokens = usage_of([told.answer for told in news]).prompt_tokens
         return EmbeddingList(
             [Embedding(place, self._written(vector)) for place, vector in enumerate(vectors)],

@@ -59,3 +59,14 @@ def read_embedding_request(body: bytes) -> EmbeddingRequest:
             param="encoding_format",
         )
     return request
+
+
+def check_dimensions(asked: int | None, size: int) -> None:
+    """Raise ApiError (400) where vectors of another size are asked for than `size`, the model's;
+    of a model that makes none (0), the engine says why.
+    """
+    if size and asked not in (None, size):
+        raise ApiError(
+            f"dimensions is {asked}, but this model's vectors have {size}; leave it out.",
+            param="dimensions",
+        )
