@@ -15,31 +15,35 @@ import mlx.core as mx
 
 from .drawing import CudaSampler, Sampler
 from .fastmath import LOG2E
-from .kernel_text import header
+from .kernel_text import TYPES, header
 from .paged_attention import Layer, Shape
 from .paged_plan import RowsPlan
 from .products import CudaProducts, Products
 
 HEADERS = ("cuda.h", "decode.h", "tensor.h")
-WARPS = 4
+WARPS, WARPS_LEAST = 8, 4
+"""Of a block. Where sequences are few a multiprocessor has one block, which waits for memory the
+less the more of its keys are on their way at once.
+"""
+MIXES_MAX = 1024
+"""Numbers that WARPS warps may each leave the block: 32 of the 48 KB that it may share."""
 FETCH_THREADS = 256
 DECODE_INPUTS = [
     "plan", "queries", "key_pages", "value_pages", "keys", "values", "sinks", "counters",
 ]  # fmt: skip
 FETCH_INPUTS = ["plan", "key_pages", "value_pages", "keys", "values"]
-TYPES = {
-    mx.bfloat16: "__nv_bfloat16",
-    mx.float16: "__half",
-    mx.float32: "float",
-    mx.uint32: "unsigned",
-}
+
+
+def warps_of(shape: Shape) -> int:
+    """Warps of a block that attends."""
+    return WARPS if shape.heads * shape.value_dim <= MIXES_MAX else WARPS_LEAST
 
 
 def decode_body(shape: Shape) -> str:
     """The kernel's one line."""
     numbers = (
         TYPES[shape.dtype], row_of(shape, TYPES), shape.block_size, shape.key_dim, shape.value_dim,
-        shape.kv_heads, shape.shared, shape.heads, WARPS, str(shape.sinks).lower(),
+        shape.kv_heads, shape.shared, shape.heads, warps_of(shape), str(shape.sinks).lower(),
     )  # fmt: skip
     inputs = ", ".join(f"({kind_of(shape, name)} const*){name}" for name in DECODE_INPUTS)
     inputs = inputs.replace("(unsigned const*)counters", "(unsigned*)counters")
@@ -87,14 +91,15 @@ class CudaDialect:
         heads = queries.shape[1]
         sinks = plan if layer.sinks is None else layer.sinks.astype(mx.float32) * LOG2E
         partial = counts.items if counts.splits > 1 else 1
+        threads = warps_of(shape) * 32
         out: mx.array
         out, _, _ = _decode_kernel(shape)(
             inputs=[
                 plan, queries, layer.key_pages, layer.value_pages, layer.keys, layer.values,
                 sinks, self._counters_of(layer.number, counts.rows * shape.columns),
             ],
-            grid=(WARPS * 32 * shape.columns, counts.items, 1),
-            threadgroup=(WARPS * 32, 1, 1),
+            grid=(threads * shape.columns, counts.items, 1),
+            threadgroup=(threads, 1, 1),
             output_shapes=[
                 (*queries.shape[:-1], shape.value_dim), (partial, heads, shape.value_dim),
                 (partial, heads, 2),

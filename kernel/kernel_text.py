@@ -6,7 +6,16 @@ from functools import cache
 from hashlib import sha256
 from pathlib import Path
 
+import mlx.core as mx
+
 SOURCE = Path(__file__).parent / "paged_source"
+TYPES = {
+    mx.bfloat16: "__nv_bfloat16",
+    mx.float16: "__half",
+    mx.float32: "float",
+    mx.uint32: "unsigned",
+}
+"""CUDA's words for numbers."""
 
 
 @cache

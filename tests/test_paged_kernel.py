@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from kernel import attention, fastmath, paged_attention, paged_choice
+from kernel.attention_cuda import warps_of
 from kernel.caches import PagedCache
 from kernel.context import StepContext
 from kernel.forward import Forward
@@ -145,6 +146,16 @@ BROKEN: dict[str, tuple[Shape, Change, str]] = {
     ),
     "the kernel does not compile": (TENSOR, ("#define TILE 16", "#define TILE 16;"), "g++"),
 }
+
+
+def test_the_warps_of_a_block_share_no_more_memory_than_there_is() -> None:
+    found = {
+        (warps_of(it), warps_of(it) * it.heads * (it.value_dim + 2) * 4 <= 48 << 10)
+        for shared in range(1, 17)
+        for dim in range(32, 264, 8)
+        for it in [shape(mx.bfloat16, 16, (1, shared), (dim, dim))]
+    }
+    assert found == {(8, True), (4, True)}
 
 
 @pytest.mark.parametrize("kind", BROKEN)
