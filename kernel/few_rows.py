@@ -23,11 +23,13 @@ from mlx_lm.models.rope_utils import Llama3RoPE
 
 from .attention import dispatch
 from .errors import describe
-from .products import PART, ROWS_MAX, TILE, Norm, Products, Projections, Rope
+from .product_forms import PART, TILE
+from .products import ROWS_MAX, Norm, Products, Projections, Rope
 from .split import Body
 
 FORMS = (llama.Model,)
 """Models whose body is: embedding, blocks of attention and gated network, norm."""
+DTYPES = (mx.bfloat16, mx.float16)
 CHECKED_ROWS = (8, 11, 20, ROWS_MAX)
 """One number for each kernel that is compiled."""
 POSITION_MAX = 4096
@@ -120,9 +122,10 @@ class FewRows:
 
     def _apart(self, layer: _Layer, rows: int, rng: np.random.Generator) -> float:
         attention, network, products = layer.attention, layer.network, self._products
+        dtype = layer.out.dtype
 
         def random(count: int, width: int) -> mx.array:
-            return mx.array(rng.standard_normal((count, width), np.float32)).astype(mx.bfloat16)
+            return mx.array(rng.standard_normal((count, width), np.float32)).astype(dtype)
 
         places = mx.array(rng.integers(0, POSITION_MAX, rows).astype(np.int32))
         width, inner = attention.q_proj.weight.shape[1], network.down_proj.weight.shape[1]
@@ -177,15 +180,17 @@ def _looked_at(block: Any) -> _Layer:
     attention, network = block.self_attn, block.mlp
     linear = [getattr(attention, f"{name}_proj") for name in "qkvo"]
     linear += [network.gate_proj, network.up_proj, network.down_proj]
+    dtype = linear[0].weight.dtype
     for it in linear:
         if type(it) is not Linear or "bias" in it:
             raise Unlike(f"{type(it).__name__} stands where a plain product is expected")
         features, width = it.weight.shape
-        if it.weight.dtype != mx.bfloat16 or width % PART or features % TILE:
+        same = it.weight.dtype == dtype and dtype in DTYPES
+        if not same or width % PART or features % TILE:
             raise Unlike(f"it has weights of {it.weight.shape} in {it.weight.dtype}")
     norms = []
     for it in (block.input_layernorm, block.post_attention_layernorm):
-        if type(it) is not RMSNorm or it.weight.dtype != mx.bfloat16:
+        if type(it) is not RMSNorm or it.weight.dtype != dtype:
             raise Unlike(f"{type(it).__name__} stands where an RMSNorm is expected")
         norms.append(Norm(it.weight, float(it.eps)))
     return _Layer(

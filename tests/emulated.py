@@ -18,14 +18,15 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from kernel import attention_cuda, attention_metal, drawing, products
+from kernel import attention_cuda, attention_metal, drawing
 from kernel.attention_cuda import decode_body
 from kernel.drawing import Sampler
 from kernel.fastmath import LOG2E
-from kernel.kernel_text import SOURCE
+from kernel.kernel_text import SOURCE, TYPES
 from kernel.paged_attention import Layer, Shape
 from kernel.paged_plan import RowsPlan
-from kernel.products import CudaProducts, Products, Shapes, Source
+from kernel.product_forms import Source
+from kernel.products import CudaProducts, Products, Shapes
 from kernel.sampling import Samples, SamplingPlan
 
 EMULATOR = Path(__file__).parent / "emulator"
@@ -43,21 +44,30 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="emulated-")
 
 
-@functools.cache
-def _library(source: str) -> ctypes.CDLL:
+def _compile(*arguments: str) -> None:
     compiler = shutil.which("g++")
     if compiler is None:
         raise NoCompiler("the kernels' tests need g++ to run them on the CPU: install it")
+    command = [compiler, "-std=c++17", "-O1", "-w", "-fPIC", f"-I{_folder().name}", f"-I{EMULATOR}"]
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"g++ does not take the kernel's source: {done.stderr[:2000]}")
+
+
+@functools.cache
+def _precompile(header: str) -> None:
+    """What sources begin with, compiled once: g++ takes as long for it as for the rest of them."""
+    _compile("-x", "c++-header", str(EMULATOR / header), "-o", f"{_folder().name}/{header}.gch")
+
+
+@functools.cache
+def _library(source: str) -> ctypes.CDLL:
+    _precompile(source.split('"', 2)[1])
     name = hashlib.sha256(source.encode()).hexdigest()[:16]
     file = Path(_folder().name) / f"{name}.cpp"
     library = file.with_suffix(".so")
     file.write_text(source)
-    command = [compiler, "-std=c++17", "-O1", "-w", "-shared", "-fPIC", f"-I{EMULATOR}"]
-    done = subprocess.run(
-        [*command, str(file), "-o", str(library)], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise RuntimeError(f"g++ does not take the kernel's source: {done.stderr[:2000]}")
+    _compile("-shared", str(file), "-o", str(library))
     return ctypes.CDLL(str(library))
 
 
@@ -80,7 +90,7 @@ def _entry(name: str, parameters: list[str], body: str) -> str:
 def _pointer(shape: Shape, name: str, kind: str = "") -> str:
     """An input's type; kind: what a dialect calls the layer's numbers, CUDA's words if empty."""
     found = attention_cuda.kind_of(shape, name)
-    return f"const {kind if kind and found == attention_cuda.TYPES[shape.dtype] else found}*"
+    return f"const {kind if kind and found == TYPES[shape.dtype] else found}*"
 
 
 def _memory(array: mx.array) -> np.ndarray:
@@ -122,6 +132,8 @@ def _poisoned(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
 class EmulatedProducts(CudaProducts):
     """CudaProducts, emulated."""
 
+    on_hopper = True
+
     def __init__(self, changes: tuple[Change, ...] = ()) -> None:
         super().__init__()
         self.calls = 0
@@ -131,16 +143,15 @@ class EmulatedProducts(CudaProducts):
     def counters(self) -> np.ndarray:
         return np.array(self._counters)
 
-    def is_left(self, rows: int) -> bool:
-        return False
-
     def launch(
         self, source: Source, inputs: list[mx.array], blocks: int, shapes: Shapes
     ) -> list[mx.array]:
         self.calls += 1
         kinds = {"positions": "int", "rates": "float", "counters": "unsigned", "parts": "float"}
-        values = [f"const {kinds.get(name, products.T)}* {name}" for name in source.inputs]
-        values += [f"{kinds.get(name, products.T)}* {name}" for name in source.outputs]
+        dtype = inputs[0].dtype
+        word = TYPES[dtype]
+        values = [f"const {kinds.get(name, word)}* {name}" for name in source.inputs]
+        values += [f"{kinds.get(name, word)}* {name}" for name in source.outputs]
         values += [f"const int* {name}_shape" for name in source.inputs]
         words = [name for name in ("cuda.h", "hopper.h") if name in source.headers]
         library = _library(
@@ -150,7 +161,7 @@ class EmulatedProducts(CudaProducts):
         )
         floats = [name == "parts" for name in source.outputs]
         outputs = [
-            _poisoned(shape, mx.float32 if long else mx.bfloat16)
+            _poisoned(shape, mx.float32 if long else dtype)
             for shape, long in zip(shapes, floats, strict=True)
         ]
         told = [mx.array(np.array(it.shape, np.int32)) for it in inputs]
@@ -203,7 +214,7 @@ class EmulatedCuda:
         return np.array(self._counters)
 
     def _compiled(self, shape: Shape) -> ctypes.CDLL:
-        kind = attention_cuda.TYPES[shape.dtype]
+        kind = TYPES[shape.dtype]
         names = {"sinks": "const void*", "counters": "unsigned*"}
         decode = [f"{names.get(n, _pointer(shape, n))} {n}" for n in attention_cuda.DECODE_INPUTS]
         decode += [f"{kind}* out", "float* parts", "float* tops"]
@@ -225,7 +236,7 @@ class EmulatedCuda:
         out = _poisoned((*queries.shape[:-1], shape.value_dim), shape.dtype)
         parts = _poisoned((counts.items, heads, shape.value_dim), mx.float32)
         tops = _poisoned((counts.items, heads, 2), mx.float32)
-        grid = (shape.columns, counts.items, attention_cuda.WARPS * 32)
+        grid = (shape.columns, counts.items, attention_cuda.warps_of(shape) * 32)
         arrays = [plan, queries, layer.key_pages, layer.value_pages, layer.keys, layer.values]
         _call(
             self._compiled(shape).run_decode,

@@ -19,20 +19,16 @@ from kernel.forward import Forward
 from kernel.layout import look
 from kernel.metadata import build
 from kernel.model_kernel import ModelKernel
-from kernel.products import (
+from kernel.product_forms import (
     HEADERS,
     WIDE_HEADERS,
-    CudaProducts,
     Cut,
-    Norm,
-    PlainProducts,
-    Products,
-    Rope,
     added_form,
     cut,
     gated_form,
     wide_source,
 )
+from kernel.products import CudaProducts, Norm, PlainProducts, Products, Rope
 from kernel.tiny import tiny_llama
 from statemachine.geometry import Geometry, Group
 
@@ -48,10 +44,10 @@ LLAMA3 = {
 }
 
 
-def model(**named: Any) -> Any:
+def model(dtype: mx.Dtype = mx.bfloat16, **named: Any) -> Any:
     """A tiny llama of 16-bit weights with heads of 32."""
     made = tiny_llama(5, layers=2, heads=2, kv_heads=1, hidden=64, **named)
-    made.update(tree_map(lambda it: it.astype(mx.bfloat16), made.parameters()))
+    made.update(tree_map(lambda it: it.astype(dtype), made.parameters()))
     mx.eval(made.parameters())
     return made
 
@@ -62,10 +58,18 @@ def _dispatch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("scaling", "traditional"), [(None, False), (LLAMA3, True), (LLAMA3, False)]
+    ("scaling", "traditional", "dtype"),
+    [
+        (None, False, mx.bfloat16),
+        (LLAMA3, True, mx.bfloat16),
+        (LLAMA3, False, mx.bfloat16),
+        (None, True, mx.float16),
+    ],
 )
-def test_products_are_those_of_the_modules(scaling: Any, traditional: bool) -> None:
-    made = model(rope_scaling=scaling)
+def test_products_are_those_of_the_modules(
+    scaling: Any, traditional: bool, dtype: mx.Dtype
+) -> None:
+    made = model(dtype, rope_scaling=scaling)
     for layer in made.layers:
         layer.self_attn.rope.traditional = traditional
     emulated = EmulatedProducts()
@@ -107,15 +111,25 @@ KINDS = ("added", "gated", "heads")
 
 
 def far_from_plain(
-    emulated: EmulatedProducts, rows: int, width: int, tiles: int, kinds: tuple[str, ...] = KINDS
+    emulated: EmulatedProducts,
+    rows: int,
+    width: int,
+    tiles: int,
+    kinds: tuple[str, ...] = KINDS,
+    dtype: mx.Dtype = mx.bfloat16,
+    size: float = 1.0,
 ) -> float:
-    """The largest distance of a row of products from MLX's."""
+    """The largest distance of a row of products from MLX's. size: of the numbers of x."""
     rng = np.random.default_rng(rows)
 
     def random(*shape: int) -> mx.array:
-        return mx.array(rng.standard_normal(shape, np.float32)).astype(mx.bfloat16)
+        return mx.array(rng.standard_normal(shape, np.float32)).astype(dtype)
 
-    x, weights, base = random(rows, width), random(tiles * 32, width) / 8, random(rows, tiles * 32)
+    x, weights, base = (
+        random(rows, width) * size,
+        random(tiles * 32, width) / 8,
+        random(rows, tiles * 32),
+    )
     norm = Norm(1 + random(width) / 4, 1e-5)
     rope = Rope(32, mx.array(10.0 ** -np.arange(0, 4, 0.25), mx.float32), False)
     places = mx.array(rng.integers(0, 4096, rows).astype(np.int32))
@@ -136,6 +150,7 @@ def far_from_plain(
 @pytest.mark.parametrize(
     ("rows", "width", "tiles", "way"),
     [
+        (5, 160, 6, Cut(8, 2, 2, 3)),
         (9, 64, 4, Cut(16, 1, 1, 2)),
         (16, 544, 10, Cut(16, 4, 4, 5)),
         (23, 1056, 6, Cut(32, 2, 2, 3)),
@@ -147,9 +162,44 @@ def test_products_cut_in_any_way_are_those_of_mlx_and_leave_counters_at_zero(
     rows: int, width: int, tiles: int, way: Cut, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(products, "cut", lambda *_: evolve(way, norm_bytes=4096))
+    monkeypatch.setattr(products, "NARROW_WEIGHTS", 0)
     emulated = EmulatedProducts()
     assert far_from_plain(emulated, rows, width, tiles) < few_rows.TOLERANCE
     assert not emulated.counters.any()
+
+
+@pytest.mark.parametrize("rows", [8, 16])
+def test_what_float16_cannot_hold_before_it_is_divided_is_normed_before(rows: int) -> None:
+    kinds = ("heads", "gated")
+    far = far_from_plain(EmulatedProducts(), rows, 64, 4, kinds, mx.float16, 12_000.0)
+    assert far < 2e-3
+
+
+class _Named(EmulatedProducts):
+    """Only says which kernel it would have launched."""
+
+    def launch(self, source: Any, inputs: Any, blocks: int, shapes: Any) -> list[mx.array]:
+        self.kind = "wide" if source.headers == WIDE_HEADERS else "narrow"
+        return [mx.zeros(shape, mx.bfloat16) for shape in shapes]
+
+
+@pytest.mark.parametrize(
+    ("rows", "features", "width", "on_hopper", "kind"),
+    [
+        (8, 4096, 4096, True, "narrow"),
+        (8, 4128, 4096, True, "wide"),
+        (8, 4128, 4096, False, "narrow"),
+        (9, 32, 64, True, "wide"),
+    ],
+)
+def test_up_to_eight_rows_many_weights_are_multiplied_by_hoppers_instructions(
+    rows: int, features: int, width: int, on_hopper: bool, kind: str
+) -> None:
+    named = _Named()
+    named.on_hopper = on_hopper
+    weights = mx.zeros((features, width), mx.bfloat16)
+    named.added(mx.zeros((rows, width), mx.bfloat16), weights, mx.zeros((rows, features)))
+    assert named.kind == kind
 
 
 BROKEN_WIDE: dict[str, Change] = {
@@ -204,7 +254,7 @@ def test_kernels_of_one_name_ask_for_the_same_room_and_no_more_than_there_is(row
     """MLX asks for a kernel's room once a name: with out's, down cannot be launched."""
     found: dict[str, set[int]] = {}
     for width in (64, 576, 2048, 4096, 8192, 28672):
-        for form in (added_form(), gated_form(1e-5)):
+        for form in (added_form(mx.bfloat16), gated_form(mx.bfloat16, 1e-5)):
             source = wide_source(form, cut(rows, 4096, width))
             found.setdefault(source.name, set()).add(source.room_bytes)
     assert {len(rooms) for rooms in found.values()} == {1}
@@ -215,8 +265,12 @@ def test_kernels_of_one_name_ask_for_the_same_room_and_no_more_than_there_is(row
     ("change", "reason"),
     [
         (
-            lambda it: it.update(tree_map(lambda x: x.astype(mx.float16), it.parameters())),
-            "float16",
+            lambda it: it.update(tree_map(lambda x: x.astype(mx.float32), it.parameters())),
+            "float32",
+        ),
+        (
+            lambda it: it.layers[1].mlp.update({"up_proj": {"weight": mx.zeros((64, 64))}}),
+            "float32",
         ),
         (lambda it: setattr(it.layers[1].mlp, "up_proj", it.model.norm), "a plain product is"),
         (lambda it: setattr(it.layers[0], "input_layernorm", it.layers[0].mlp), "an RMSNorm is"),

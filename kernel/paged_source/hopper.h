@@ -28,21 +28,30 @@ FN unsigned long long matrix_at(const void* at) {
 }
 #define FOUR(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define SIXTEEN(d, i) FOUR(d, i), FOUR(d, i + 4), FOUR(d, i + 8), FOUR(d, i + 12)
-#define WGMMA(n, sums, a, b)                                                \
-  "{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"                                \
-  "wgmma.mma_async.sync.aligned.m64n" n "k16.f32.bf16.bf16 {" sums "}, " a ", " b \
+#define WGMMA(kind, n, sums, a, b)                                                          \
+  "{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"                                                \
+  "wgmma.mma_async.sync.aligned.m64n" n "k16.f32." kind "." kind " {" sums "}, " a ", " b   \
   ", p, 1, 1, 0, 0;\n}"
-FN void multiply64(float (&d)[8], const __nv_bfloat16* a, const __nv_bfloat16* b) {
-  asm volatile(WGMMA("16", "%0,%1,%2,%3,%4,%5,%6,%7", "%8", "%9")
-               : FOUR(d, 0), FOUR(d, 4) : "l"(matrix_at(a)), "l"(matrix_at(b)));
-}
-FN void multiply64(float (&d)[16], const __nv_bfloat16* a, const __nv_bfloat16* b) {
-  asm volatile(WGMMA("32", "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15", "%16", "%17")
-               : SIXTEEN(d, 0) : "l"(matrix_at(a)), "l"(matrix_at(b)));
-}
-FN void multiply64(float (&d)[32], const __nv_bfloat16* a, const __nv_bfloat16* b) {
-  asm volatile(WGMMA("64", "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,"
-                     "%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31", "%32", "%33")
-               : SIXTEEN(d, 0), SIXTEEN(d, 16) : "l"(matrix_at(a)), "l"(matrix_at(b)));
-}
+#define MULTIPLY64(T, kind)                                                                 \
+  FN void multiply64(float (&d)[4], const T* a, const T* b) {                               \
+    asm volatile(WGMMA(kind, "8", "%0,%1,%2,%3", "%4", "%5")                                \
+                 : FOUR(d, 0) : "l"(matrix_at(a)), "l"(matrix_at(b)));                      \
+  }                                                                                         \
+  FN void multiply64(float (&d)[8], const T* a, const T* b) {                               \
+    asm volatile(WGMMA(kind, "16", "%0,%1,%2,%3,%4,%5,%6,%7", "%8", "%9")                   \
+                 : FOUR(d, 0), FOUR(d, 4) : "l"(matrix_at(a)), "l"(matrix_at(b)));          \
+  }                                                                                         \
+  FN void multiply64(float (&d)[16], const T* a, const T* b) {                              \
+    asm volatile(WGMMA(kind, "32", "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15", \
+                       "%16", "%17")                                                        \
+                 : SIXTEEN(d, 0) : "l"(matrix_at(a)), "l"(matrix_at(b)));                   \
+  }                                                                                         \
+  FN void multiply64(float (&d)[32], const T* a, const T* b) {                              \
+    asm volatile(WGMMA(kind, "64", "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15," \
+                       "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31",   \
+                       "%32", "%33")                                                        \
+                 : SIXTEEN(d, 0), SIXTEEN(d, 16) : "l"(matrix_at(a)), "l"(matrix_at(b)));   \
+  }
+MULTIPLY64(__nv_bfloat16, "bf16")
+MULTIPLY64(__half, "f16")
 #endif

@@ -1,5 +1,5 @@
 // Up to 8 rows times a layer's weights, on CUDA's tensor cores: out[m, n] = sum over k of
-// x[m, k] w[n, k]. More rows are wide.h's.
+// x[m, k] w[n, k]. More rows, and large weights on Hopper, are wide.h's.
 //
 // A block of WARPS warps takes a tile of 32 rows of weights. The warps share its k among them, and the
 // block adds up what they have. K goes in parts of 32; weights go from memory to registers, each
@@ -10,7 +10,7 @@
 //   row(tile, half, at)        where row `at` of 16 of either half of a tile begins
 //   ahead(tile, at, m)         what finish needs from memory for row `at` of both halves and row m of x
 //   finish(tile, at, m, low, high, ahead)   the sums of these
-//   NORMED, norm(), eps()            whether x is to be normed (RMSNorm), by which weights
+//   NORMED, norm(), eps()      whether x is to be normed here (RMSNorm), by which weights
 // Rows are normed on the way: their numbers times the norm's weights go into the product, their
 // squares are summed beside it, and the sums are divided in the end.
 #pragma once
@@ -141,8 +141,8 @@ template <typename T> struct Added {
 };
 
 // out = silu(x gate) * (x up), of x normed. weights: `features` rows of the gate, then those of up.
-template <typename T> struct Gated {
-  enum { NORMED = 1 };
+template <typename T, bool NORMED_HERE> struct Gated {
+  enum { NORMED = NORMED_HERE };
   struct Ahead {};
   const T* norm_weights;
   const T* weights;
@@ -165,8 +165,8 @@ template <typename T> struct Gated {
 // Queries and keys, turned by their positions (RoPE), and values, of x normed. DIM: of a head. The
 // numbers of a pair stand side by side where it is TRADITIONAL, else half a head apart. rates:
 // [DIM / 2], the angle a position.
-template <typename T, int DIM, bool TRADITIONAL> struct Heads {
-  enum { NORMED = 1, QUERIES = 0, KEYS = 1, VALUES = 2 };
+template <typename T, int DIM, bool TRADITIONAL, bool NORMED_HERE> struct Heads {
+  enum { NORMED = NORMED_HERE, QUERIES = 0, KEYS = 1, VALUES = 2 };
   struct Ahead { float across, along; };
   const T* norm_weights;
   const T *queries, *keys, *values;

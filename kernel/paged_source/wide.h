@@ -1,4 +1,4 @@
-// 9 to 64 rows times a layer's weights, on Hopper's own matrix instructions; layers are product.h's.
+// Up to 64 rows times a layer's weights, on Hopper's own matrix instructions; layers are product.h's.
 //
 // A block of 256 threads takes TILES tiles of 32 rows of weights, and a part of k: blocks that share
 // tiles leave their sums in `parts`, and the last of them adds up and finishes. Weights and x come

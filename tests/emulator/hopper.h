@@ -3,7 +3,7 @@
 // (a fence) is not looked at.
 #pragma once
 struct Copy { char* to; const void* from; bool there; };
-struct Product { float* d; int columns; const BFloat *a, *b; };
+struct Product { float* d; int columns; const void *a, *b; float (*number)(const void*, int, int); };
 // What a thread of a block asked for and did not wait for; the last of each is not ended.
 struct Asked {
   long block = -1;
@@ -34,14 +34,14 @@ template <int LEFT> inline void wait_copies() {
 }
 inline void show_copies() {}
 inline void begin_products() {}
-template <int N> inline void multiply64(float (&d)[N], const BFloat* a, const BFloat* b) {
-  asked().products.back().push_back({d, N * 2, a, b});
+template <typename T> inline float shared_number(const void* base, int row, int k) {
+  auto at = reinterpret_cast<std::uintptr_t>(base) + row * 128 + k * 2;
+  return *reinterpret_cast<T*>(at ^ (at >> 7 & 7) << 4);
+}
+template <int N, typename T> inline void multiply64(float (&d)[N], const T* a, const T* b) {
+  asked().products.back().push_back({d, N * 2, a, b, shared_number<T>});
 }
 inline void end_products() { asked().products.emplace_back(); }
-inline float shared_number(const BFloat* base, int row, int k) {
-  auto at = reinterpret_cast<std::uintptr_t>(base) + row * 128 + k * 2;
-  return *reinterpret_cast<BFloat*>(at ^ (at >> 7 & 7) << 4);
-}
 inline void wait_products() {
   int thread = emulator::current % 128, lane = thread % 32;
   auto& groups = asked().products;
@@ -51,6 +51,6 @@ inline void wait_products() {
         int row = thread / 32 * 16 + lane / 4 + i / 2 % 2 * 8;
         int column = i / 4 * 8 + lane % 4 * 2 + i % 2;
         for (int k = 0; k < 16; ++k)
-          it.d[i] += shared_number(it.a, row, k) * shared_number(it.b, column, k);
+          it.d[i] += it.number(it.a, row, k) * it.number(it.b, column, k);
       }
 }
