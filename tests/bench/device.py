@@ -1,6 +1,7 @@
 """A GPU at a glance: logits over pages against mlx-lm's caches, then times of real shapes.
 
-`python -m tests.bench.device [checks|whole|layer|steps|prefill|memory|more ...]`; all by default.
+`python -m tests.bench.device [checks|whole|model|layer|steps|prefill|memory|more|draft ...]`: all
+without a name.
 Random weights in bfloat16: times do not depend on them. `tables` is attention by a kernel that
 reads block tables, where this device has one; `gather` is what serves without it.
 """
@@ -34,7 +35,9 @@ from statemachine.geometry import Geometry, Group  # noqa: E402
 from statemachine.records import Parameters  # noqa: E402
 from tests.bench import device_more  # noqa: E402
 from tests.bench.device_check import check, check_lookahead, device_dialect  # noqa: E402
+from tests.bench.device_draft import drafts  # noqa: E402
 from tests.bench.device_layer import layers  # noqa: E402
+from tests.bench.device_model import check_model  # noqa: E402
 from tests.bench.device_whole import check_draft, check_few_rows, check_states  # noqa: E402
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -227,12 +230,21 @@ def more() -> None:
         mx.clear_cache()
 
 
+def draft() -> None:
+    """What stands in device_draft.py."""
+    model = make(SHAPES["8B shape"])
+    dialect, reason = device_dialect(model)
+    print(f"a draft model of the 8B shape's first layers {reason}")
+    drafts(model, dialect)
+
+
 def main() -> None:
     """Checks, then tables."""
     print(mx.default_device(), mx.device_info().get("device_name", ""))
     parts = {"checks": (check, check_lookahead), "layer": (layers,), "steps": (steps,)}
     parts |= {"whole": (check_few_rows, check_states, check_draft)}
-    parts |= {"prefill": (prefill,), "memory": (memory,), "more": (more,)}
+    parts |= {"model": (check_model,), "prefill": (prefill,), "memory": (memory,)}
+    parts |= {"more": (more,), "draft": (draft,)}
     for name in sys.argv[1:] or parts:
         for part in parts[name]:
             part()
