@@ -87,9 +87,12 @@ def _path_of(path_or_name: str, progress: Progress | None) -> Path:
     if path_or_name in BUNDLED:
         return bundled_model(path_or_name, progress)
     path = Path(path_or_name).expanduser()
-    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
-        return path
-    what = "is neither a folder nor a .gguf file" if path.exists() else "does not exist"
+    try:
+        if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+            return path
+        what = "is neither a folder nor a .gguf file" if path.exists() else "does not exist"
+    except OSError as error:
+        what = f"cannot be looked at ({error.strerror})"
     raise ModelError(
         f"the model path {path_or_name} {what}: give a Hugging Face folder with safetensors, a "
         f".gguf file, or one of {', '.join(BUNDLED)}"

@@ -16,7 +16,9 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from .errors import ReplayError
+from server.arguments import check_arguments
+
+from .errors import ReplayError, Unusable
 from .run import UNUSABLE
 
 INTERRUPTED = 130
@@ -71,6 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name in COMMANDS:
         module, rest = COMMANDS[name].module, arguments[1:]
     try:
+        _check(arguments)
         code = int(importlib.import_module(f"{__package__}.{module}").main(rest))
         print(end="", flush=True)  # standard output may be closed: print knows
         return code
@@ -88,6 +91,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("replay: interrupted", file=sys.stderr)
         return INTERRUPTED
+
+
+def _check(arguments: list[str]) -> None:
+    try:
+        check_arguments(arguments)
+    except ValueError as error:
+        raise Unusable(str(error)) from None
 
 
 def _let_go_of_output() -> None:

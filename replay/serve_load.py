@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from attrs import evolve, frozen
 
+from server.settings import is_key
 from statemachine.records import Header
 
 from .arguments import TAPE_HELP, number, tell
@@ -252,6 +253,8 @@ def main(arguments: list[str]) -> int:
     if not given.concurrency or not given.timeout:
         raise Unusable("--concurrency and --timeout must be at least 1")
     key = os.environ.get("OPENAI_API_KEY", "") if given.api_key is None else given.api_key
+    if key and not is_key(key):
+        raise Unusable("an API key is printable ASCII without spaces: give another one")
     target = Target(given.url, key, given.model, given.timeout)
     if given.tape == STDIN:
         keep_stdin()

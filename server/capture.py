@@ -67,7 +67,6 @@ class CaptureWriter:
         """
         text = os.fspath(path)
         self._path = Path(path)
-        self._folder = text.endswith(os.sep) or self._path.is_dir()
         self._segment_bytes = segment_bytes
         self._keep_bytes = keep_bytes
         self._sync = sync
@@ -85,6 +84,7 @@ class CaptureWriter:
         self.gaps = 0
         self.lost_records = 0
         try:
+            self._folder = text.endswith(os.sep) or self._path.is_dir()
             self._prepare()
             self._file = self._begin()
         except OSError as error:

@@ -23,6 +23,7 @@ from kernel.tokenizer import Tokenizer
 from . import families_command, garbage, terminal
 from .adapters import named_path
 from .api import Engine, RunningEngine
+from .arguments import check_arguments
 from .capture import CaptureError
 from .http.app import create_app
 from .http.auth import keys_of
@@ -50,7 +51,9 @@ Build = Callable[[Settings, Callable[[str], None]], tuple[RunningEngine, Tokeniz
 def main(argv: Sequence[str] | None = None, build: Build | None = None) -> int:
     """The exit code. `build` makes the engine (tests give another one)."""
     try:
-        arguments = vars(_parser().parse_args(argv))
+        given = sys.argv[1:] if argv is None else argv
+        _check(given)
+        arguments = vars(_parser().parse_args(given))
         command = arguments.pop("command")
         if command == "families":
             return families_command.main(arguments.get("model"), arguments["json"])
@@ -72,6 +75,13 @@ def main(argv: Sequence[str] | None = None, build: Build | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _check(arguments: Sequence[str]) -> None:
+    try:
+        check_arguments(arguments)
+    except ValueError as error:
+        raise SettingsError(str(error)) from None
 
 
 def _fail(error: Exception, code: int) -> int:
