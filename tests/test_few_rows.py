@@ -130,7 +130,7 @@ def far_from_plain(
         random(tiles * 32, width) / 8,
         random(rows, tiles * 32),
     )
-    norm = Norm(1 + random(width) / 4, 1e-5)
+    norm = Norm(4 + random(width), 1e-5)
     rope = Rope(32, mx.array(10.0 ** -np.arange(0, 4, 0.25), mx.float32), False)
     places = mx.array(rng.integers(0, 4096, rows).astype(np.int32))
     three = tuple(mx.split(weights, [(tiles - 2) * 32, (tiles - 1) * 32]))
