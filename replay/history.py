@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable
 
 from msgspec import Struct
 
@@ -66,10 +65,14 @@ class History:
     """Feed it a tape's records in order, then `finish`.
 
     columns: by name, and held_G and cached_G for the blocks of each group G that has some; UNKNOWN
-    from where the tape cannot be followed, whose place is `broken_at`, and `broken` says why.
+    from where the tape cannot be followed, whose place is `broken_at`, and `broken` says why. done:
+    the end that was asked for was reached.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, until: int | None = None) -> None:
+        """`until`: what stands behind the answer of this step is not taken in."""
+        self.done = False
+        self._until = until
         self.columns: dict[str, array[int]] = {name: array("q") for name in COLUMNS}
         self.lanes = Lanes()
         self.failures: list[Failure] = []
@@ -94,6 +97,8 @@ class History:
 
     def feed(self, record: Record) -> None:
         """One record on. Raises Unusable where the tape makes no sense, or has too many steps."""
+        if self._until is not None and self._ends(record, self._until):
+            return
         ending = self._ending(record)
         self._following.feed(record)
         for request, answer in ending:
@@ -121,16 +126,26 @@ class History:
         elif isinstance(record, StepTimed):
             self._timed(record)
 
-    def finish(self, at_end: bool = True) -> None:
-        """No record follows. at_end: because the tape has none, so that no answer comes."""
+    def _ends(self, record: Record, until: int) -> bool:
+        """Whether a record is beyond the end; that of the last step may stand behind the plan of
+        the next one.
+        """
+        if self.done:
+            return True
+        if isinstance(record, StepPlanned) and record.step > until:
+            self.done = not any(it <= until for it in self._places)
+            return self.done
+        self.done = isinstance(record, StepDone | StepFailed) and record.step >= until
+        return False
+
+    def finish(self) -> None:
+        """No record follows: those of the tape are at their end, so that no answer comes, or at
+        `until`.
+        """
         self.lanes.finish(self.steps)
-        if at_end:
+        if self._until is None:
             for place in self._places.values():
                 self.columns["flags"][place] |= UNANSWERED
-
-    def open_before(self, step: int) -> bool:
-        """Whether a step up to this one is not answered yet."""
-        return any(it <= step for it in self._places)
 
     def _ending(self, record: Record) -> list[tuple[int, Answer]]:
         """Answers of the requests that a record ends: Following forgets them with it."""
@@ -206,17 +221,3 @@ class History:
             if numbers[place] == record.step:
                 self.columns["time_us"][place] = sum(record.parts_us.values())
                 return
-
-
-def fill(history: History, records: Iterable[Record], until: int | None = None) -> None:
-    """Take in records, up to the answer of a step; what was taken in stays where one raises.
-
-    Raises Unusable.
-    """
-    for record in records:
-        beyond = until is not None and isinstance(record, StepPlanned) and record.step > until
-        if until is not None and beyond and not history.open_before(until):
-            return
-        history.feed(record)
-        if until is not None and isinstance(record, StepDone | StepFailed) and record.step >= until:
-            return

@@ -12,6 +12,7 @@ import argparse
 import base64
 import hashlib
 import os
+from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -20,17 +21,19 @@ import jinja2
 import numpy as np
 from msgspec import Struct
 
+from statemachine.records import Record
+
 from .arguments import TAPE_HELP, number
 from .errors import Unusable
-from .history import ROWS, STEPS_MAX, History, fill
+from .history import ROWS, STEPS_MAX, History
 from .lanes import LIVE, MARKS, PHASES
 from .page_data import PageData
 from .page_report import hide_tokens, page_report
 from .progress import progress
-from .reader import STDIN, Tape, keep_stdin
+from .reader import Tape
 from .report import json_text
 from .rewrite import check_place
-from .run import DEPTHS, FOLD, PLAN, Options, Outcome, replay
+from .run import DEPTHS, FOLD, PLAN, Options, Outcome, replay_tape
 from .words import group_text, plural
 
 SCRIPTS = ("data.js", "bins.js", "stacks.js", "lanes.js", "input.js", "page.js")
@@ -62,11 +65,8 @@ def main(arguments: list[str]) -> int:
     if None not in (given.start, given.until) and given.until < given.start:
         raise Unusable(f"--until {given.until} is before --from {given.start}: nothing is between")
     _check_output(given.tape, given.output)
-    if given.tape == STDIN:
-        keep_stdin()
     options = Options(depth=given.depth, start=given.start, until=given.until, progress=True)
-    outcome = replay(given.tape, options)
-    history = _history(outcome, options)
+    outcome, history = _read(given.tape, options)
     page = page_of(outcome, history, given.tokens)
     _write(Path(given.output), page)
     report = HtmlReport(
@@ -137,19 +137,54 @@ def _write(path: Path, page: str) -> None:
         raise Unusable(f"{path} cannot be written: {error.strerror}") from error
 
 
-def _history(outcome: Outcome, options: Options) -> History:
-    """What is on tape; of one that diverged, as far as it can be read."""
-    history = History()
-    tape = Tape(outcome.path, options.start)
+class DrawnTape(Tape):
+    """A tape that is read once for two: `history` takes each record in before whoever iterates has
+    it, so that both know of the same ones while the tape grows. Who iterates anew goes on where
+    it was left. failure: why nothing was taken in any more.
+    """
+
+    def __init__(self, path: str, options: Options) -> None:
+        super().__init__(path, options.start)
+        self.history = History(options.until)
+        self.failure: Unusable | None = None
+        self._left = self._taken_in()
+
+    def __iter__(self) -> Iterator[Record]:
+        return self._left
+
+    def _taken_in(self) -> Iterator[Record]:
+        for record in super().__iter__():
+            if self.failure is None:
+                try:
+                    self.history.feed(record)
+                except Unusable as error:
+                    self.failure = error
+            yield record
+
+
+def _read(path: str, options: Options) -> tuple[Outcome, History]:
+    """The verdict, and what is drawn: of a tape that diverged, as far as it can be read."""
+    tape = DrawnTape(path, options)
+    outcome, history = replay_tape(tape, options), tape.history
+    if outcome.divergence is not None:
+        _read_on(tape)
+    if tape.failure is not None:
+        if outcome.divergence is None or history.header is None or history.steps >= STEPS_MAX:
+            raise tape.failure
+        outcome.notes.append(f"the charts end where the tape cannot be read on: {tape.failure}")
+    history.finish()
+    return outcome, history
+
+
+def _read_on(tape: DrawnTape) -> None:
+    """What stands behind a divergence is drawn, too."""
     try:
         with progress(tape, "replay, page") as records:
-            fill(history, records, options.until)
+            for _ in records:
+                if tape.history.done or tape.failure is not None:
+                    return
     except Unusable as error:
-        if outcome.divergence is None or history.header is None or history.steps >= STEPS_MAX:
-            raise
-        outcome.notes.append(f"the charts end where the tape cannot be read on: {error}")
-    history.finish(options.until is None)
-    return history
+        tape.failure = error
 
 
 def page_of(outcome: Outcome, history: History, tokens: bool = False) -> str:

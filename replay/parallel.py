@@ -37,7 +37,7 @@ def replay_segments(path: str, options: Options, jobs: int) -> Outcome:
     with progress_bar(f"replay, {options.depth}", ends[-1]) as tell:
         for done, one in zip(ends, _passes(path, segments, options, jobs), strict=True):
             passes.append(one)
-            tell(done, one.last_step)
+            tell(done, sum(it.counts.steps for it in passes))
             if one.divergence is not None:
                 break
     outcome = outcome_of(path, options, passes)

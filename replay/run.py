@@ -92,7 +92,7 @@ class Pass:
     """What one pass over a tape, or over a part of it, came to; see Outcome, and Fold.
 
     stopped: before the end, by `until`. cut: the tape stops inside of a frame; no_end: it stops
-    without saying so; inside: it stops inside a step. last_step: the newest that was planned.
+    without saying so; inside: it stops inside a step.
     """
 
     counts: Counts
@@ -108,7 +108,6 @@ class Pass:
     first_failed: StepFailed | None
     gap_reasons: list[str]
     started_after: int | None
-    last_step: int
 
 
 class Checker(Protocol):
@@ -157,12 +156,13 @@ def few_collections() -> Iterator[None]:
 
 def replay(path: str, options: Options) -> Outcome:
     """Replay a tape. Raises Unusable where it cannot be read, or not at this depth."""
+    return replay_tape(Tape(path, options.start), options)
+
+
+def replay_tape(tape: Tape, options: Options) -> Outcome:
+    """As `replay`, of a tape that is open already at `options.start`."""
     with few_collections():
-        return _replay(path, options)
-
-
-def _replay(path: str, options: Options) -> Outcome:
-    return outcome_of(path, options, [one_pass(Tape(path, options.start), options)])
+        return outcome_of(tape.path, options, [one_pass(tape, options)])
 
 
 def one_pass(tape: Tape, options: Options, last: bool = True) -> Pass:
@@ -208,7 +208,6 @@ def one_pass(tape: Tape, options: Options, last: bool = True) -> Pass:
         first_failed=fold.first_failed,
         gap_reasons=fold.gap_reasons,
         started_after=tape.started_after,
-        last_step=fold.newest_step,
     )
 
 

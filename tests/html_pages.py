@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from replay.cli import main
-from replay.history import History, fill
+from replay.history import History
 from statemachine.records import (
     Record,
 )
@@ -49,6 +49,7 @@ def numbers(page: str, name: str) -> list[int]:
 
 def history_of(records: list[Record]) -> History:
     history = History()
-    fill(history, records)
+    for record in records:
+        history.feed(record)
     history.finish()
     return history

@@ -7,18 +7,20 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from msgspec import structs
 
-from replay import html
+from replay import html, run
 from replay.cli import main
 from replay.following import Following
-from replay.history import COLUMNS, FAILED, LOST, UNANSWERED, History, fill
+from replay.history import COLUMNS, FAILED, LOST, UNANSWERED, History
 from replay.html import HtmlReport
 from replay.page_data import PageData
 from replay.page_report import hide_tokens
+from replay.reader import Tape
 from replay.run import CLEAN, DIVERGED, TORN, UNUSABLE
 from statemachine import events as ev
 from statemachine.records import (
@@ -66,6 +68,36 @@ def test_a_torn_tape_makes_a_page_and_exit_code_3(tmp_path: Path) -> None:
     code, page = made(torn, tmp_path)
     assert code == TORN
     assert '<header class="verdict torn">' in page
+
+
+def test_a_page_of_a_tape_that_grows_draws_the_steps_that_its_verdict_has_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = golden.FLIGHTS.read_bytes()
+    tape = tmp_path / "growing.tape"
+    tape.write_bytes(whole[: len(whole) // 2])
+    assert main([str(tape)]) == TORN
+    verdict = capsys.readouterr().out.splitlines()[0]
+    steps = len([it for it in Tape(str(tape)) if isinstance(it, StepPlanned)])
+    judged = run.outcome_of
+
+    def grown(*given: Any) -> run.Outcome:
+        tape.write_bytes(whole)
+        return judged(*given)
+
+    monkeypatch.setattr(run, "outcome_of", grown)
+    code, page = made(tape, tmp_path)
+    assert code == TORN
+    assert f"<h1>{verdict}</h1>" in page
+    assert len(numbers(page, "step.step")) == steps == 18
+
+
+def test_what_stands_behind_a_divergence_is_drawn_too(tmp_path: Path) -> None:
+    steps = [it.step for it in Tape(str(golden.DIVERGED)) if isinstance(it, StepPlanned)]
+    code, page = made(golden.DIVERGED, tmp_path)
+    assert code == DIVERGED
+    assert told(page)[0]["divergence"]["step"] < steps[-1]
+    assert numbers(page, "step.step") == steps
 
 
 def test_the_pool_of_each_step_is_what_the_state_holds_after_its_plan(tmp_path: Path) -> None:
@@ -116,9 +148,10 @@ def test_a_last_step_without_an_answer_is_flagged_only_at_the_end_of_the_tape() 
     last = max(at for at, it in enumerate(records) if isinstance(it, StepPlanned))
     history = history_of(records[: last + 1])
     assert history.columns["flags"][-1] == UNANSWERED
-    stopped = History()
-    fill(stopped, records, until=20)
-    stopped.finish(at_end=False)
+    stopped = History(until=20)
+    for record in records:
+        stopped.feed(record)
+    stopped.finish()
     assert UNANSWERED not in stopped.columns["flags"]
     assert stopped.columns["step"][19] == 20
     assert stopped.steps == 21  # with lookahead step 21 was planned before step 20 was answered
