@@ -22,6 +22,7 @@ from contextlib import suppress
 from functools import cache, cached_property, lru_cache
 from threading import Lock
 from typing import Any
+from weakref import WeakValueDictionary
 
 import msgspec
 import numpy as np
@@ -36,7 +37,7 @@ from .tokenizer import Tokenizer
 MATCHERS_MAX = 256
 """Answers whose matchers are kept; one that fell out is made anew from its answer's tokens."""
 GRAMMARS_MAX = 32
-"""Grammars that are kept compiled."""
+"""Grammars that are kept compiled though nobody holds on to them."""
 GRAMMAR_CHARS_MAX = 256 << 10
 WHITESPACE = r" |\n {0,16}|\n\t{0,8}"
 """Between the tokens of JSON: one blank, or a new line and what it is indented by. Without an end
@@ -106,6 +107,13 @@ class _Held:
     tokens: tuple[int, ...] = ()
 
 
+@define(eq=False)
+class Prepared:
+    """A compiled grammar: the matcher that others are copied from, which nobody moves on."""
+
+    matcher: LLMatcher
+
+
 class Grammars:
     """The masks of a model's answers (adjusting.Masks). All calls come from one thread, but those
     of `prepare`, which does what takes long.
@@ -114,7 +122,8 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._source = tokenizer
         self._held: OrderedDict[int, _Held] = OrderedDict()
-        self._fresh: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._prepared: WeakValueDictionary[str, Prepared] = WeakValueDictionary()
+        self._recent: OrderedDict[str, Prepared] = OrderedDict()
         self._lock = Lock()
 
     def load(self) -> None:
@@ -124,13 +133,17 @@ class Grammars:
         """
         self._tokenizer  # noqa: B018
 
-    def prepare(self, grammar: str) -> None:
+    def prepare(self, grammar: str) -> Prepared | None:
         """Check and compile a grammar on the calling thread, without the interpreter's lock for
         most of it. One that cannot be followed is left alone.
+
+        Whoever holds on to what is returned spares `allowed` from compiling it again: 0.03 MB for
+        a schema of 5 properties, 0.6 for one of 100.
         """
         if not check_grammar(grammar):
             with suppress(GrammarFailed):
-                self._compile(grammar)
+                return self._compile(grammar)
+        return None
 
     def allowed(
         self, seq: int, parameters: Parameters, answer: tuple[int, ...], certain: int, width: int
@@ -178,13 +191,13 @@ class Grammars:
 
     def _new(self, grammar: str) -> LLMatcher:
         """A matcher that went through nothing yet."""
-        return self._compile(grammar).deep_copy()
+        return self._compile(grammar).matcher.deep_copy()
 
-    def _compile(self, grammar: str) -> LLMatcher:
-        """The matcher that others are copied from, which nobody moves on."""
+    def _compile(self, grammar: str) -> Prepared:
+        """What there is of it already, or what is made now."""
         with self._lock:
-            matcher = self._fresh.pop(grammar, None)
-        if matcher is None:
+            found = self._prepared.get(grammar)
+        if found is None:
             try:
                 compiled = _compiled(grammar)
             except ValueError as error:
@@ -192,11 +205,13 @@ class Grammars:
             matcher = LLMatcher(self._tokenizer, compiled, log_level=0, limits=LIMITS)
             if matcher.is_error():
                 raise GrammarFailed(_line(matcher.get_error()))
+            found = Prepared(matcher)
         with self._lock:
-            self._fresh[grammar] = matcher
-            if len(self._fresh) > GRAMMARS_MAX:
-                self._fresh.popitem(last=False)
-        return matcher
+            self._prepared[grammar] = self._recent[grammar] = found
+            self._recent.move_to_end(grammar)
+            if len(self._recent) > GRAMMARS_MAX:
+                self._recent.popitem(last=False)
+        return found
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:

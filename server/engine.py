@@ -71,7 +71,7 @@ class _Limits(Struct, frozen=True):
     cannot: Mapping[str, str]
     shelf: Shelf
     kept: KeptBlocks | None
-    prepare: Callable[[str], None] | None
+    prepare: Callable[[str], object] | None
     embedding_size: int
 
 
@@ -279,13 +279,13 @@ class Engine:
         with self._wake:
             self._wake.notify_all()
 
-    def prepare(self, grammar: str) -> None:
+    def prepare(self, grammar: str) -> object:
         """Do what the first token under a grammar would have the engine's thread wait for; on the
-        caller's. What cannot be followed is refused by `submit`.
+        caller's. It is done as long as the caller holds what is returned. What cannot be followed
+        is refused by `submit`.
         """
         prepare = self._opened_limits().prepare
-        if prepare is not None:
-            prepare(grammar)
+        return None if prepare is None else prepare(grammar)
 
     def cancel(self, request: int) -> None:
         """Give a request up; a request that already ended, or is unknown, is left alone."""

@@ -53,7 +53,8 @@ class Parts(Struct, frozen=True):
     decoder: makes a detokeniser, needed for stop strings only. vocab_size: token ids below it may
     be sent; 0 checks nothing. on_divergence: what a step does that finds one (live_guard.MODES).
     shelf: the adapters that requests may ask for. kept: the prefix store's side of the pool. draft:
-    a model that guesses. prepare: makes a grammar ready, on any thread. embedding_size: numbers of
+    a model that guesses. prepare: makes a grammar ready, on any thread, and returns
+    what keeps it so. embedding_size: numbers of
     an embedding; 0 where there are none.
     """
 
@@ -67,7 +68,7 @@ class Parts(Struct, frozen=True):
     shelf: Shelf = field(default_factory=Shelf)
     kept: KeptBlocks | None = None
     draft: DraftParts | None = None
-    prepare: Callable[[str], None] | None = None
+    prepare: Callable[[str], object] | None = None
     embedding_size: int = 0
 
 

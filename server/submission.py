@@ -117,9 +117,10 @@ class EngineApi(Protocol):
     def submit(self, submission: Submission, sink: Sink) -> int:
         """Queue a request; returns its id. Raises RequestRefused, EngineStopped."""
 
-    def prepare(self, grammar: str) -> None:
+    def prepare(self, grammar: str) -> object:
         """Do what the first token under a grammar would wait for; from any thread, best not the
-        event loop's. What cannot be followed is refused by `submit`.
+        event loop's. It stays done while the caller holds what is returned. What cannot be followed
+        is refused by `submit`.
         """
 
     def cancel(self, request: int) -> None:

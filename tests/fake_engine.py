@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -128,6 +129,10 @@ class FakeAdapters:
         """Nothing to let go of."""
 
 
+class Kept:
+    """What a grammar is kept ready by."""
+
+
 class FakeEngine:
     """EngineApi. `script` gives the tokens of an answer; None leaves the request to the test."""
 
@@ -153,6 +158,7 @@ class FakeEngine:
         self.cancelled: queue.SimpleQueue[int] = queue.SimpleQueue()
         self.requests: dict[int, Request] = {}
         self.prepared: list[tuple[str, threading.Thread]] = []
+        self.kept: list[weakref.ref[Kept]] = []
         self._thread = threading.Thread(target=self._run, name="fake-engine", daemon=True)
 
     def __enter__(self) -> FakeEngine:
@@ -190,8 +196,11 @@ class FakeEngine:
     def unload_adapter(self, name: str) -> None:
         self.shelf.unload(name)
 
-    def prepare(self, grammar: str) -> None:
+    def prepare(self, grammar: str) -> object:
         self.prepared.append((grammar, threading.current_thread()))
+        kept = Kept()
+        self.kept.append(weakref.ref(kept))
+        return kept
 
     def cancel(self, request: int) -> None:
         self.cancelled.put(request)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -15,13 +17,15 @@ from kernel.fake import FakeKernel
 from kernel.grammar import GRAMMARS_MAX, Grammars
 from server.build import build_engine
 from server.engine import Engine
+from server.http.app import create_app
 from server.parts import Parts
 from server.policy import Policy
 from server.settings import Settings
 from statemachine.geometry import Geometry, Group
 from statemachine.records import Parameters
 
-from .fake_engine import WAIT_S, byte_tokenizer
+from .fake_engine import WAIT_S, FakeEngine, byte_tokenizer
+from .http_server import live_server
 from .speaking import speaking
 
 DIGITS = json.dumps({"regex": "[0-9]{3}"})
@@ -97,8 +101,46 @@ def test_the_grammars_that_were_prepared_first_are_let_go_of_first(compiled: Com
     masks = Grammars(byte_tokenizer())
     for number in range(GRAMMARS_MAX + 1):
         masks.prepare(json.dumps({"regex": f"a{number}"}))
-    prepared = list(masks._fresh)
-    assert prepared == [f'{{"regex": "a{it}"}}' for it in range(1, GRAMMARS_MAX + 1)]
+    kept = [f'{{"regex": "a{it}"}}' for it in range(1, GRAMMARS_MAX + 1)]
+    assert list(masks._recent) == sorted(masks._prepared, key=kept.index) == kept
+
+
+def test_a_grammar_that_is_held_is_never_compiled_again_however_many_others_there_are(
+    compiled: Compiled,
+) -> None:
+    masks = Grammars(byte_tokenizer())
+    texts = [json.dumps({"regex": f"[0-9]{{3}}a{it}"}) for it in range(3 * GRAMMARS_MAX)]
+    held = [masks.prepare(text) for text in texts]
+    compiled.grammars.clear()
+    for seq, text in enumerate(texts):
+        masks.allowed(seq, Parameters(8, grammar=text, end_tokens=(260,)), (), 0, 9)
+    assert compiled.grammars == []
+    del held
+    assert len(masks._prepared) == GRAMMARS_MAX
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_keeps_its_grammar_ready_from_its_arrival_to_its_end(stream: bool) -> None:
+    tokenizer = byte_tokenizer()
+    with FakeEngine(tokenizer) as engine:
+        app = create_app(engine, tokenizer, "m", Settings(grace_s=0.0))
+        body = {"prompt": "hi", "guided_regex": "[0-9]", "stream": stream, "n": 2}
+        with live_server(app, Settings(grace_s=0.0)) as server, ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(
+                httpx.post, server.url + "/v1/completions", json=body, timeout=WAIT_S
+            )
+            requests = [engine.next_request(), engine.next_request()]
+            (kept,) = engine.kept
+            gc.collect()
+            assert kept() is not None
+            for request in requests:
+                request.send(b"7")
+                request.end()
+            assert answer.result().status_code == 200
+    engine.requests.clear()
+    del requests, request
+    gc.collect()
+    assert kept() is None
 
 
 def test_an_engine_prepares_on_the_callers_thread_and_may_have_nothing_to_prepare() -> None:

@@ -41,7 +41,8 @@ class Ask(Struct, frozen=True):
     what tells an answer's content from reasoning and tool calls, one for each answer. prompt_param:
     the field that a refusal of a prompt names. external_id: the response's id, which goes on tape;
     of answer k > 0 "/k" is added. model: as the body names it; an adapter's becomes part of the
-    namespace at the desk.
+    namespace at the desk. prepared: what keeps its grammar compiled (EngineApi.prepare), however
+    long its answers wait in the queue behind others.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -53,6 +54,7 @@ class Ask(Struct, frozen=True):
     prompt_param: str = "messages"
     ignore_eos: bool = False
     model: str | None = None
+    prepared: object = None
 
 
 def submissions_of(

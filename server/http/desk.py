@@ -105,9 +105,9 @@ class Desk:
         any thread. Raises ApiError (400).
         """
         ask = ask_of(body, self.tokenizer, name)
-        if ask.parameters.grammar:
-            self.engine.prepare(ask.parameters.grammar)
-        return ask
+        if not ask.parameters.grammar:
+            return ask
+        return structs.replace(ask, prepared=self.engine.prepare(ask.parameters.grammar))
 
     def admit(self, ask: Ask) -> list[Answer]:
         """Hand a request to the engine: answer prompt * n + copy, all of them or none.

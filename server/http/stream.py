@@ -80,6 +80,7 @@ class Answer:
         self.inbox: Inbox = asyncio.Queue() if first is None else first.inbox
         self._text = TextStream(Detokenizer(tokenizer), submission.parameters.stop)
         self._splitter = ask.splitter()
+        self._prepared = ask.prepared
         self._untold: deque[Told] = deque()
         self._shown = 0
         self._silent = ask.parameters.max_tokens == 0
