@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -17,7 +17,9 @@ from kernel.fake import FakeKernel
 from kernel.grammar import GRAMMARS_MAX, Grammars
 from server.build import build_engine
 from server.engine import Engine
-from server.http.app import create_app
+from server.http.completions import ask_of_completion
+from server.http.desk import Desk
+from server.http.wire_completions import read_completion_request
 from server.parts import Parts
 from server.policy import Policy
 from server.settings import Settings
@@ -25,7 +27,6 @@ from statemachine.geometry import Geometry, Group
 from statemachine.records import Parameters
 
 from .fake_engine import WAIT_S, FakeEngine, byte_tokenizer
-from .http_server import live_server
 from .speaking import speaking
 
 DIGITS = json.dumps({"regex": "[0-9]{3}"})
@@ -119,28 +120,24 @@ def test_a_grammar_that_is_held_is_never_compiled_again_however_many_others_ther
     assert len(masks._prepared) == GRAMMARS_MAX
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_request_keeps_its_grammar_ready_from_its_arrival_to_its_end(stream: bool) -> None:
+def test_a_request_keeps_its_grammar_ready_from_its_arrival_to_its_end() -> None:
     tokenizer = byte_tokenizer()
+
+    async def ask_and_leave(engine: FakeEngine) -> None:
+        desk = Desk(engine, tokenizer, "m", Settings())
+        body = read_completion_request({"prompt": "hi", "guided_regex": "[0-9]", "n": 2})
+        answers = desk.admit(desk.ask(ask_of_completion, body, "x"))
+        gc.collect()
+        assert [kept() is not None for kept in engine.kept] == [True]
+        desk.leave(answers)
+
     with FakeEngine(tokenizer) as engine:
-        app = create_app(engine, tokenizer, "m", Settings(grace_s=0.0))
-        body = {"prompt": "hi", "guided_regex": "[0-9]", "stream": stream, "n": 2}
-        with live_server(app, Settings(grace_s=0.0)) as server, ThreadPoolExecutor(1) as pool:
-            answer = pool.submit(
-                httpx.post, server.url + "/v1/completions", json=body, timeout=WAIT_S
-            )
-            requests = [engine.next_request(), engine.next_request()]
-            (kept,) = engine.kept
-            gc.collect()
-            assert kept() is not None
-            for request in requests:
-                request.send(b"7")
-                request.end()
-            assert answer.result().status_code == 200
+        asyncio.run(ask_and_leave(engine))
     engine.requests.clear()
-    del requests, request
+    while not engine.submitted.empty():
+        engine.submitted.get()
     gc.collect()
-    assert kept() is None
+    assert [kept() for kept in engine.kept] == [None]
 
 
 def test_an_engine_prepares_on_the_callers_thread_and_may_have_nothing_to_prepare() -> None:
