@@ -2,8 +2,8 @@
 
 The Linux wheel of mlx-cpu is linked to the reference BLAS, which is some fifty times slower than
 OpenBLAS. A library that is loaded globally before mlx.core is imported takes its place, because
-the dynamic linker searches global libraries first: oneMKL where it is installed, else OpenBLAS.
-Call `load_blas` before anything imports mlx.
+the dynamic linker searches global libraries first: oneMKL where it is installed, else OpenBLAS, or
+the one that MLXTAPE_BLAS names. Call `load_blas` before anything imports mlx.
 
 Never imports mlx. Of a library's settings it gives one a default, never another value than one
 that the environment names (OPENBLAS_NUM_THREADS, MKL_NUM_THREADS and KMP_BLOCKTIME hold).
@@ -49,6 +49,9 @@ multiply(101, 111, 111, 1, 1, 1, scale, number, 1, number, 1, scale, number, 1)
 sys.exit(one.value != 2)
 """
 """1 x 1 + 1, row by row, nothing turned."""
+CHOICE = "MLXTAPE_BLAS"
+"""In the environment: MKL, OPENBLAS, or a library's path."""
+MKL, OPENBLAS = "mkl", "openblas"
 DISTRIBUTION_NAMES = ("libopenblas.so.0", "libopenblas.so")
 GFORTRAN = b"libgfortran.so.5"
 
@@ -58,7 +61,8 @@ def load_blas() -> str:
 
     Examples: "oneMKL 2026.2 2 threads", "OpenBLAS 0.3.31 SkylakeX 2 threads", "Accelerate",
     "cuBLAS", "reference BLAS (slow)". Calling it again changes nothing.
-    Raises BlasError where no MLX backend is installed, or where mlx.core was imported before.
+    Raises BlasError where no MLX backend is installed, where mlx.core was imported before, or where
+    MLXTAPE_BLAS names what is not there.
     """
     if sys.platform == "darwin":
         return "Accelerate"
@@ -84,12 +88,22 @@ def _load_linux() -> str:
             "mlx.core was imported before its BLAS was chosen, which makes it some fifty times "
             "slower: call kernel.blas.load_blas() before the first import of mlx"
         )
-    for candidate in _candidates():
+    chosen = os.environ.get(CHOICE, "")
+    if chosen not in ("", MKL, OPENBLAS) and os.sep not in chosen:
+        raise BlasError(
+            f"{CHOICE} must be {MKL}, {OPENBLAS} or the path of a library, not {chosen!r}"
+        )
+    for candidate in _candidates(chosen):
         if "mkl" in Path(candidate).name and not _multiplies(candidate):
             continue
         if _load_global(candidate) and (found := _describe(ctypes.CDLL(None))) is not None:
             log.info("BLAS: %s from %s", found, candidate)
             return found
+    if chosen:
+        raise BlasError(
+            f"{CHOICE} asks for {chosen}, and no such oneMKL or OpenBLAS runs here: install it, or "
+            f"unset {CHOICE}"
+        )
     log.warning(
         "no OpenBLAS that runs here was found, so MLX uses the reference BLAS, some fifty times "
         "slower: install the PyPI package ngsolve-openblas, or your distribution's OpenBLAS "
@@ -106,11 +120,16 @@ def _installed(name: str) -> bool:
     return True
 
 
-def _candidates() -> Iterator[str]:
+def _candidates(chosen: str = "") -> Iterator[str]:
     """Libraries to try, best first: paths, then names for the linker's search."""
-    yield from _of_package(MKL_PACKAGE, r"libmkl_rt\.so[.0-9]*")
-    yield from _of_package(PACKAGE, r"libopenblas[^/]*\.so")
-    yield from DISTRIBUTION_NAMES
+    if os.sep in chosen:
+        yield chosen
+        return
+    if chosen != OPENBLAS:
+        yield from _of_package(MKL_PACKAGE, r"libmkl_rt\.so[.0-9]*")
+    if chosen != MKL:
+        yield from _of_package(PACKAGE, r"libopenblas[^/]*\.so")
+        yield from DISTRIBUTION_NAMES
 
 
 def _of_package(package: str, pattern: str) -> Iterator[str]:

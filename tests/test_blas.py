@@ -97,12 +97,57 @@ if LINUX_CPU:
     def test_without_any_openblas_one_warning_says_what_to_install() -> None:
         out = run_python(
             "import logging, sys; logging.basicConfig(stream=sys.stdout); from kernel import blas;"
-            "blas._candidates = lambda: iter(['libnowhere.so']);"
+            "blas._candidates = lambda _: iter(['libnowhere.so']);"
             "print(blas.load_blas()); print(blas.load_blas())"
         )
         warning, *names = out.splitlines()
         assert names == [blas.REFERENCE, blas.REFERENCE]
         assert "install the PyPI package ngsolve-openblas" in warning
+
+    @pytest.mark.parametrize("chosen", ["openblas", "path"])
+    def test_the_environment_may_name_a_blas_or_a_librarys_path(
+        monkeypatch: pytest.MonkeyPatch, chosen: str
+    ) -> None:
+        program = f"from kernel.blas import load_blas; print(load_blas()){PRODUCT}{DIRECT}"
+        *_, file = run_python(f"{OPENBLAS} load_blas(){PRODUCT}{DIRECT}").splitlines()
+        monkeypatch.setenv(blas.CHOICE, file if chosen == "path" else chosen)
+        name, by_mlx, direct, found = run_python(program).splitlines()
+        assert name.startswith("OpenBLAS 0.")
+        assert by_mlx == direct
+        assert found == file
+
+    @pytest.mark.parametrize(
+        ("chosen", "said"),
+        [
+            ("OpenBLAS", "must be mkl, openblas or the path of a library, not 'OpenBLAS'"),
+            (
+                "/none/libopenblas.so",
+                "asks for /none/libopenblas.so, and no such oneMKL or OpenBLAS runs here: install "
+                "it, or unset MLXTAPE_BLAS",
+            ),
+            (
+                "mkl",
+                "asks for mkl, and no such oneMKL or OpenBLAS runs here: install it, or unset "
+                "MLXTAPE_BLAS",
+            ),
+        ],
+    )
+    def test_a_blas_that_is_named_and_not_there_is_refused_and_no_other_one_taken(
+        monkeypatch: pytest.MonkeyPatch, chosen: str, said: str
+    ) -> None:
+        monkeypatch.setenv(blas.CHOICE, chosen)
+        assert raised(f"{OPENBLAS} load_blas()") == f"kernel.errors.BlasError: MLXTAPE_BLAS {said}"
+
+
+def test_a_blas_that_is_named_is_the_only_one_that_is_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(blas, "_of_package", lambda package, _: iter([package]))
+    names = list(blas.DISTRIBUTION_NAMES)
+    assert list(blas._candidates()) == ["mkl", "ngsolve-openblas", *names]
+    assert list(blas._candidates("openblas")) == ["ngsolve-openblas", *names]
+    assert list(blas._candidates("mkl")) == ["mkl"]
+    assert list(blas._candidates("/a/libblas.so")) == ["/a/libblas.so"]
 
 
 def test_a_library_of_a_package_is_tried_before_the_distributions(

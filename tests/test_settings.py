@@ -41,6 +41,7 @@ def test_a_flag_wins_over_the_environment_and_that_over_the_file(tmp_path: Path)
 
 def test_the_environment_can_name_the_file(tmp_path: Path) -> None:
     environment = {"MLXTAPE_CONFIG": toml(tmp_path, "port = 7"), "MLXTAPE_CACHE": "/x"}
+    environment["MLXTAPE_BLAS"] = "openblas"
     assert load_settings({}, environment).port == 7
 
 

@@ -36,6 +36,17 @@ if LINUX_CPU:
         assert "libmkl_rt" in file
         assert by_mlx == direct
 
+    @pytest.mark.parametrize(
+        ("chosen", "name"), [("openblas", "OpenBLAS 0."), ("mkl", "oneMKL 2026.2 ")]
+    )
+    def test_the_environment_chooses_between_onemkl_and_openblas(
+        tmp_path: Path, shown: str, chosen: str, name: str
+    ) -> None:
+        program = f"{LOAD}; print(name){PRODUCT}{DIRECT}"
+        out = run_python(tmp_path, shown, program, MLXTAPE_BLAS=chosen).splitlines()
+        assert out[0].startswith(name)
+        assert out[1] == out[2]
+
     @pytest.mark.parametrize(("given", "found"), [({}, "1"), ({"KMP_BLOCKTIME": "7"}, "7")])
     def test_idle_threads_spin_for_a_millisecond_or_as_long_as_they_are_told(
         tmp_path: Path, shown: str, given: dict[str, str], found: str
