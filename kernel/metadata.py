@@ -123,17 +123,17 @@ def build(batch: Batch, geometry: Geometry) -> StepMetadata:
     targets, or rows without a block.
     """
     pieces = batch.pieces
-    rows = np.array([piece.rows for piece in pieces], np.int64)
-    _check_rows(batch)
+    ends = [piece.sequence.offset for piece in pieces]
+    _check_rows(batch, ends)
     _raise(states.refusal(batch, geometry))
-    start = np.array([piece.start for piece in pieces], np.int64)
-    first = np.cumsum(rows) - rows
+    rows, end = np.array([piece.rows for piece in pieces], np.int64), np.array(ends, np.int64)
+    start, first = end - rows, np.cumsum(rows) - rows
     positions = piece_positions(start, first, rows)
     tables = tuple(_table(pieces, group, geometry) for group in range(len(geometry.groups)))
     piece_of = np.repeat(np.arange(len(pieces)), rows)
     pending = tuple([i for i, piece in enumerate(pieces) if piece.pending])
     sampled = tuple([i for i, piece in enumerate(pieces) for _ in range(piece.samples)])
-    state_reads, state_writes = states.slots(tables, start, start + rows, geometry)
+    state_reads, state_writes = states.slots(tables, start, end, geometry)
     _raise(states.missing(pieces, state_reads, state_writes, geometry))
     return StepMetadata(
         step=batch.step,
@@ -142,14 +142,14 @@ def build(batch: Batch, geometry: Geometry) -> StepMetadata:
         first=first,
         start=start,
         rows=rows,
-        end=start + rows,
+        end=end,
         tokens=_tokens(pieces),
         positions=positions,
         until=positions + 1,
         slots=_slots(pieces, tables, piece_of, positions, geometry),
         live_from=_live_from(pieces, piece_of, positions, geometry),
         tables=tables,
-        covers=-(-(start + rows) // geometry.block_size),
+        covers=-(-end // geometry.block_size),
         state_reads=state_reads,
         state_writes=state_writes,
         pending_rows=np.array([first[i] + len(pieces[i].tokens) for i in pending], np.int64),
@@ -162,10 +162,10 @@ def build(batch: Batch, geometry: Geometry) -> StepMetadata:
     )
 
 
-def _check_rows(batch: Batch) -> None:
-    for piece in batch.pieces:
+def _check_rows(batch: Batch, ends: list[int]) -> None:
+    for piece, end in zip(batch.pieces, ends, strict=True):
         seq, rows = piece.sequence.id, len(piece.tokens) + piece.pending
-        if not rows or piece.start < 0:
+        if not rows or rows + piece.pads > end:
             raise BadBatch(f"sequence {seq} has no rows to feed in step {batch.step}", seq)
         if piece.samples > rows:
             what = f"{piece.samples} samples are asked of {rows} rows in step {batch.step}"
