@@ -5,7 +5,9 @@ observations and shadow tags are the real ones; a token is a function of the tag
 array holds in its row's place (and of seed and position, where the request samples; and of answer,
 prompt and wishes, where these change what is sampled). So a row that was issued for other tokens,
 or written elsewhere, changes the answer, and so does a state of a recurrent group that is another's
-(fake_states.py); what a row reads beyond these is the shadow's to find.
+(fake_states.py). What a row reads beyond these changes no token, on purpose: a table that names
+another's blocks gives the right answer here, as it gives a plausible one with a model, and is found
+by what was observed (`neighbours-table`, `freed-block-read`) or by the shadow's tags, not by text.
 Log-probabilities, scores and embeddings are made up of the same tags; grammars are not followed.
 Never keeps a length of its own.
 """
