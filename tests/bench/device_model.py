@@ -2,6 +2,7 @@
 
 `python -m tests.bench.device model`. Prompts of unequal lengths run at once, most of them behind
 one text that they share; the truth is the same weights in float32, each prompt alone and dense.
+On CUDA, MLX_ENABLE_TF32=0 makes its products keep all their bits.
 """
 
 from __future__ import annotations
