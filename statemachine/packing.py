@@ -237,11 +237,11 @@ def _unpack_checkpoint_drafted(tracker: Tracker, packed: wire.CheckpointDrafted)
 
 
 def _follow_checkpoint(tracker: Tracker, record: rec.Checkpoint) -> None:
-    streams = [(it.arrived.request, [*it.arrived.tokens, *it.output]) for it in record.requests]
+    # Where there is no answer yet, the sum is the prompt itself and no copy.
+    streams = [(it.arrived.request, it.arrived.tokens + it.output) for it in record.requests]
     tracker.checkpoint(streams, _sequences(record.state))
     if tracker.draft is not None and record.draft is not None:
-        known = [(request, list(tokens)) for request, tokens in streams]
-        tracker.draft.checkpoint(known, _sequences(record.draft.state))
+        tracker.draft.checkpoint(streams, _sequences(record.draft.state))
 
 
 def _sequences(state: bytes) -> list[Sequence]:

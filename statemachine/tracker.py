@@ -52,7 +52,9 @@ class Tracker:
         self.counters: tuple[int, ...] = ()
         self.parts: tuple[str, ...] = ()
         self._cursors: dict[int, Cursor] = {}
-        self._waiting: dict[int, list[int]] = {}
+        self._waiting: dict[int, tuple[int, ...]] = {}
+        """Streams of requests that were not opened yet: nothing is added to these, so none is
+        copied, however many wait."""
         self._plan: Pieces | None = None
         self.draft: Tracker | None = None
 
@@ -65,7 +67,7 @@ class Tracker:
             self.draft.header(draft)
 
     def checkpoint(
-        self, streams: Iterable[tuple[int, list[int]]], sequences: Iterable[Sequence]
+        self, streams: Iterable[tuple[int, tuple[int, ...]]], sequences: Iterable[Sequence]
     ) -> None:
         """Start from a state: prompt and answer of its live requests, and its sequences."""
         self._waiting = dict(streams)
@@ -74,11 +76,11 @@ class Tracker:
         for sequence in sequences:
             stream = self._waiting.pop(sequence.id, None)
             tail = sequence.offset - sequence.committed
-            known = list(sequence.tokens) if stream is None else stream
-            self._cursors[sequence.id] = self._new(known, sequence.offset, tail)
+            known = sequence.tokens if stream is None else stream
+            self._cursors[sequence.id] = self._new(list(known), sequence.offset, tail)
 
     def arrived(self, request: int, tokens: tuple[int, ...]) -> None:
-        self._waiting[request] = list(tokens)
+        self._waiting[request] = tokens
         if self.draft is not None:
             self.draft.arrived(request, tokens)
 
@@ -89,7 +91,7 @@ class Tracker:
 
     def opened(self, seq: int) -> Cursor:
         """A new cursor; its stream is that of the request of the same id."""
-        cursor = self._cursors[seq] = self._new(self._waiting.pop(seq, []))
+        cursor = self._cursors[seq] = self._new(list(self._waiting.pop(seq, ())))
         return cursor
 
     def _new(self, stream: list[int], offset: int = 0, tail: int = 0) -> Cursor:
@@ -211,7 +213,9 @@ class Tracker:
     def forked(self, seq: int, child: int) -> None:
         parent = self.cursor(seq)
         arrived, known = self._waiting.pop(child, None), self._cursors.get(child)
-        stream = arrived if arrived is not None else known.stream if known is not None else []
+        stream = known.stream if known is not None else []
+        if arrived is not None:
+            stream = list(arrived)
         if not stream:
             stream = list(parent.stream)
         self._cursors[child] = self._new(stream, parent.offset - parent.tail)

@@ -429,3 +429,16 @@ def test_after_a_checkpoint_the_streams_of_live_requests_are_known() -> None:
     assert struct.pack(">H", 31_337) not in tail
     assert struct.pack("<H", 31_337) not in tail
     assert decode(head + tail) == [HEADER, checkpoint, planned]
+
+
+def test_the_prompt_of_a_request_in_the_queue_is_not_copied_by_its_arrival_nor_a_checkpoint() -> (
+    None
+):
+    arrived = rec.RequestArrived(9, "", (5, 6, 7), rec.Parameters(1))
+    snapshot = rec.RequestSnapshot(arrived, (), False)
+    state = new_state(GEOMETRY)
+    checkpoint = rec.Checkpoint(12, encode_state(state), (snapshot,), state.digest)
+    for follows in (arrived, checkpoint):
+        encoder = TapeEncoder()
+        encoder.encode([PLAIN, follows])
+        assert encoder._tracker._waiting[9] is arrived.tokens
