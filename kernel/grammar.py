@@ -291,8 +291,13 @@ def _bytes_tokenizer() -> LLTokenizer:
 
 
 def _json_schema(schema: dict[str, Any]) -> str:
+    """As text, whose depth is bounded: an object is walked without end, until the stack is out.
+
+    JSON that CPython lets through has 1,000 levels up to 3.11, 10,000 in 3.13, and 20,000 in 3.14.
+    """
     defaults: Any = {"whitespace_pattern": WHITESPACE}
-    return LLMatcher.grammar_from_json_schema(schema, defaults=defaults)
+    text = msgspec.json.encode(schema).decode()
+    return LLMatcher.grammar_from_json_schema(text, defaults=defaults)
 
 
 _KINDS: dict[str, tuple[type, Callable[[Any], str]]] = {
@@ -322,7 +327,7 @@ def _compiled(text: str) -> str:
         raise ValueError(f"the grammar's {kind} is no {'text' if wanted is str else 'object'}")
     try:
         return compiled(value)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"the grammar cannot be followed: {_line(str(error))}") from None
 
 
