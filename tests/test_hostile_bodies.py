@@ -90,13 +90,15 @@ def test_what_is_nested_is_answered_or_refused_at_every_depth(
 ) -> None:
     """Around each limit: of schemas, of what JSON is read by, of what writes it into a prompt."""
     for opened, closed in (('{"a":', "}"), ("[", "]"), ('{"properties":{"a":', "}}")):
-        for depth in (10, 90, 110, 200, 300, 330, 480, 600, 900, 950, 1000):
+        for depth in (10, 90, 110, 200, 300, 330, 480, 600, 900, 950, 1000, 3000, 9000, 9900):
             nested = opened * depth + "{}" + closed * depth
             response = http.post(path, content=body.replace("%s", nested).encode())
             assert response.status_code in (200, 400), (depth, response.text)
-        for deep in (opened * 100_000, opened * 100_000 + "{}" + closed * 100_000):
+        # 3.14 passes over a field that nobody reads, however deep, as far as its stack goes.
+        for end, expected in (("", {400}), ("{}" + closed * 100_000, {200, 400})):
+            deep = opened * 100_000 + end
             response = http.post(path, content=body.replace("%s", deep).encode())
-            assert response.status_code == 400, response.text
+            assert response.status_code in expected, response.text
 
 
 # Texts
