@@ -20,6 +20,8 @@ from typing import Any
 import pytest
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# Where it is set, each server and command that a test starts would compile our packages anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 from kernel.blas import load_blas
 
