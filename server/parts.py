@@ -53,9 +53,8 @@ class Parts(Struct, frozen=True):
     decoder: makes a detokeniser, needed for stop strings only. vocab_size: token ids below it may
     be sent; 0 checks nothing. on_divergence: what a step does that finds one (live_guard.MODES).
     shelf: the adapters that requests may ask for. kept: the prefix store's side of the pool. draft:
-    a model that guesses. prepare: makes a grammar ready, on any thread, and returns
-    what keeps it so. embedding_size: numbers of
-    an embedding; 0 where there are none.
+    a model that guesses. prepare: makes a grammar ready, on any thread, and returns what keeps it
+    so. embedding_size: numbers of an embedding; 0 where there are none.
     """
 
     kernel: Kernel
