@@ -218,6 +218,7 @@ def line_of(name: str, family: Family | None) -> Architecture:
     able = [held for held in ABLE if getattr(family.capabilities, held).able]
     kinds = tuple(group.kind for group in family.groups())
     note = re.sub(r" by [^ ]+ of the largest.*?rounding\)", "", family.reason.partition("; ")[2])
+    note = note.replace("'mlx.core.", "'")  # 3.11 does not say where it is from
     return Architecture(name, family.way, kinds, tuple(able), OWN_FAULTS.get(name, note))
 
 
