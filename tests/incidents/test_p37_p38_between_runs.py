@@ -114,7 +114,7 @@ def sizes(engine: Engine) -> dict[str, int]:
         "texts": len(loop._clients._texts),
         "lost": len(loop._clients.lost),
         "inbox": len(engine._inbox),
-        "unwritten": len(loop._unwritten),
+        "unwritten": len(loop._writes),
     }
 
 
