@@ -141,6 +141,13 @@ def test_a_load_that_takes_too_long_is_given_up_and_its_row_says_so() -> None:
     assert row.notes == ["given up after 0 s: figures are of what had come"]
 
 
+def test_an_answer_that_ends_without_a_token_says_how_long_its_prompt_took() -> None:
+    empty = Answer(10.0, ended_s=66.4, prompt_tokens=5944)
+    (row,) = rows_of(burst(1), "quick to end", [Measured({"": [empty]}, 0.0, cut=False)], "", 330.0)
+    assert row.figures is None
+    assert row.why == "5944 prompt tokens in 56.4 s, and an empty answer"
+
+
 def test_a_server_that_refuses_is_a_row_with_its_words() -> None:
     with fake_server() as address:
         measured = asyncio.run(once(address, MODEL, burst(1, words=9000, tokens=4), 1, WAIT_S))

@@ -166,11 +166,21 @@ def rows_of(load: Load, server: str, runs: list[Measured], why: str, cut_s: floa
             row.figures = median(found)
             row.notes = _notes(row.figures, failures)
         else:
-            row.why = failures[0] if failures else f"no token came within {cut_s:.0f} s"
+            row.why = failures[0] if failures else _empty(answers, cut_s)
         if any(run.cut for run in runs):
             row.notes.append(f"given up after {cut_s:.0f} s: figures are of what had come")
         rows.append(row)
     return rows
+
+
+def _empty(turns: list[list[Answer]], cut_s: float) -> str:
+    """Why there are no figures of answers without a token: some end at once, as models like it."""
+    ended = [it for each in turns for it in each if it.prompt_tokens and it.ended_s]
+    if not ended:
+        return f"no token came within {cut_s:.0f} s"
+    longest = max(ended, key=lambda it: it.prompt_tokens)
+    seconds = longest.ended_s - longest.sent_s
+    return f"{longest.prompt_tokens} prompt tokens in {seconds:.1f} s, and an empty answer"
 
 
 def _notes(found: Figures, failures: list[str]) -> list[str]:
