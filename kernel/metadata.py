@@ -13,8 +13,9 @@ Rows of a batch, in batch order (T rows, P pieces, G groups):
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable, Mapping
-from itertools import chain
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,7 @@ from xxhash import xxh3_64_intdigest
 
 from statemachine.events import NO_BLOCK, BlockCopied
 from statemachine.geometry import Geometry, Group
+from statemachine.observing import offsets
 from statemachine.records import Observation
 
 from . import states
@@ -30,6 +32,13 @@ from .batch import Batch, Piece
 
 Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
+
+_NOTHING = NO_BLOCK.to_bytes(1, "little", signed=True)
+"""Each byte of NO_BLOCK."""
+_packed: dict[int, tuple[tuple[int, ...], bytes]] = {}
+"""Block tables as int32, by the identity of the tuple, which is kept so that no other gets it: a
+sequence's stays the same one until it takes a block or gives one back.
+"""
 
 
 class BadBatch(ValueError):
@@ -123,22 +132,23 @@ def build(batch: Batch, geometry: Geometry) -> StepMetadata:
     targets, or rows without a block.
     """
     pieces = batch.pieces
-    ends = [piece.sequence.offset for piece in pieces]
-    _check_rows(batch, ends)
+    ends = offsets([piece.sequence for piece in pieces])
+    counts = [len(piece.tokens) + piece.pending + piece.pads for piece in pieces]
+    _check_rows(batch, ends, counts)
     _raise(states.refusal(batch, geometry))
-    rows, end = np.array([piece.rows for piece in pieces], np.int64), np.array(ends, np.int64)
-    start, first = end - rows, np.cumsum(rows) - rows
+    rows, end = np.array(counts, np.int64), np.array(ends, np.int64)
+    start, first = end - rows, rows.cumsum() - rows
     positions = piece_positions(start, first, rows)
-    tables = tuple(_table(pieces, group, geometry) for group in range(len(geometry.groups)))
-    piece_of = np.repeat(np.arange(len(pieces)), rows)
+    tables = tuple([_table(pieces, group, geometry) for group in range(len(geometry.groups))])
+    piece_of = np.arange(len(pieces)).repeat(rows)
     pending = tuple([i for i, piece in enumerate(pieces) if piece.pending])
-    sampled = tuple([i for i, piece in enumerate(pieces) for _ in range(piece.samples)])
+    sampled = _sampled(pieces)
     state_reads, state_writes = states.slots(tables, start, end, geometry)
     _raise(states.missing(pieces, state_reads, state_writes, geometry))
     return StepMetadata(
         step=batch.step,
         geometry=geometry,
-        seqs=tuple(piece.sequence.id for piece in pieces),
+        seqs=tuple([piece.sequence.id for piece in pieces]),
         first=first,
         start=start,
         rows=rows,
@@ -152,7 +162,7 @@ def build(batch: Batch, geometry: Geometry) -> StepMetadata:
         covers=-(-end // geometry.block_size),
         state_reads=state_reads,
         state_writes=state_writes,
-        pending_rows=np.array([first[i] + len(pieces[i].tokens) for i in pending], np.int64),
+        pending_rows=_pending_rows(pieces, first, pending),
         pending=pending,
         sample_rows=_sample_rows(pieces, first, sampled),
         sampled=sampled,
@@ -162,17 +172,23 @@ def build(batch: Batch, geometry: Geometry) -> StepMetadata:
     )
 
 
-def _check_rows(batch: Batch, ends: list[int]) -> None:
-    for piece, end in zip(batch.pieces, ends, strict=True):
-        seq, rows = piece.sequence.id, len(piece.tokens) + piece.pending
-        if not rows or rows + piece.pads > end:
-            raise BadBatch(f"sequence {seq} has no rows to feed in step {batch.step}", seq)
-        if piece.samples > rows:
-            what = f"{piece.samples} samples are asked of {rows} rows in step {batch.step}"
-            raise BadBatch(f"sequence {seq}: {what}", seq)
-        if piece.targets and piece.target_rows.start < 0:
-            what = f"{len(piece.targets)} scores are asked of {rows} rows in step {batch.step}"
-            raise BadBatch(f"sequence {seq}: {what}", seq)
+def _check_rows(batch: Batch, ends: list[int], counts: list[int]) -> None:
+    for piece, end, count in zip(batch.pieces, ends, counts, strict=True):
+        rows = count - piece.pads
+        if not rows or count > end or piece.samples > rows or piece.targets:
+            _check_piece(piece, batch.step, rows, end)
+
+
+def _check_piece(piece: Piece, step: int, rows: int, end: int) -> None:
+    seq = piece.sequence.id
+    if not rows or rows + piece.pads > end:
+        raise BadBatch(f"sequence {seq} has no rows to feed in step {step}", seq)
+    if piece.samples > rows:
+        what = f"{piece.samples} samples are asked of {rows} rows in step {step}"
+        raise BadBatch(f"sequence {seq}: {what}", seq)
+    if piece.targets and piece.target_rows.start < 0:
+        what = f"{len(piece.targets)} scores are asked of {rows} rows in step {step}"
+        raise BadBatch(f"sequence {seq}: {what}", seq)
 
 
 def _raise(wrong: tuple[str, int] | None) -> None:
@@ -206,26 +222,46 @@ def last_tokens(metadata: StepMetadata, tokens: Iterable[int]) -> dict[int, int]
 def piece_positions(start: Longs, first: Longs, rows: Longs) -> Ints:
     """RoPE position of each batch row: [T]."""
     total = int(rows.sum())
-    return (np.arange(total) + np.repeat(start - first, rows)).astype(np.int32)
+    return (np.arange(total) + (start - first).repeat(rows)).astype(np.int32)
 
 
 def _tokens(pieces: tuple[Piece, ...]) -> Ints:
     """Token ids fed, [T]; pads feed token 0, and so do rows whose token is pending."""
     flat: list[int] = []
     for piece in pieces:
-        flat.extend(piece.tokens)
+        flat += piece.tokens
         if piece.pending or piece.pads:
-            flat.extend([0] * (piece.pending + piece.pads))
+            flat += (0,) * (piece.pending + piece.pads)
     return np.array(flat, np.int32)
+
+
+def _pending_rows(pieces: tuple[Piece, ...], first: Longs, pending: tuple[int, ...]) -> Longs:
+    """The rows that are fed what the step before sampled: [Q]."""
+    return first[list(pending)] + np.array([len(pieces[i].tokens) for i in pending], np.int64)
+
+
+def _sampled(pieces: tuple[Piece, ...]) -> tuple[int, ...]:
+    """Piece numbers, each as often as it has samples: [S]."""
+    numbers: list[int] = []
+    for number, piece in enumerate(pieces):
+        if piece.samples == 1:
+            numbers.append(number)
+        elif piece.samples:
+            numbers += (number,) * piece.samples
+    return tuple(numbers)
 
 
 def _sample_rows(pieces: tuple[Piece, ...], first: Longs, sampled: tuple[int, ...]) -> Longs:
     """The last rows that are a token's, of each piece that samples: [S]."""
     rows: list[int] = []
+    begins = first.tolist()
     for number in dict.fromkeys(sampled):
         piece = pieces[number]
-        end = int(first[number]) + len(piece.tokens) + piece.pending
-        rows.extend(range(end - piece.samples, end))
+        end = begins[number] + len(piece.tokens) + piece.pending
+        if piece.samples == 1:
+            rows.append(end - 1)
+        else:
+            rows += range(end - piece.samples, end)
     return np.array(rows, np.int64)
 
 
@@ -240,15 +276,22 @@ def _score_rows(pieces: tuple[Piece, ...], first: Longs) -> Longs:
 
 def _table(pieces: tuple[Piece, ...], group: int, geometry: Geometry) -> Ints:
     """Block tables up to each piece's end, [P, W] filled up with NO_BLOCK."""
-    covers = [geometry.blocks_for(piece.sequence.offset) for piece in pieces]
-    table = np.full((len(pieces), max(covers, default=1)), NO_BLOCK, np.int32)
-    if not geometry.groups[group].paged:
-        return table
-    used = [p.sequence.tables[group][:n] for p, n in zip(pieces, covers, strict=True)]
-    counts = np.array([len(blocks) for blocks in used], np.int64)
-    filled = np.arange(table.shape[1]) < counts[:, None]
-    table[filled] = np.fromiter(chain.from_iterable(used), np.int32, int(counts.sum()))
-    return table
+    size, ends = geometry.block_size, offsets([piece.sequence for piece in pieces])
+    covers = [-(-end // size) for end in ends]
+    width = max(covers, default=1)
+    if not geometry.groups[group].paged or not pieces:
+        return np.full((len(pieces), width), NO_BLOCK, np.int32)
+    if len(_packed) > 4 * len(pieces) + 64:
+        _packed.clear()
+    lines = []
+    for piece, cover in zip(pieces, covers, strict=True):
+        table = piece.sequence.tables[group]
+        known = _packed.get(id(table))
+        if known is None:
+            data = struct.pack(f"{len(table)}i", *table)
+            known = _packed[id(table)] = (table, data)
+        lines.append(known[1][: 4 * cover].ljust(4 * width, _NOTHING))
+    return np.frombuffer(bytearray(b"".join(lines)), np.int32).reshape(len(pieces), width)
 
 
 def _slots(
@@ -303,14 +346,15 @@ def table_hash(blocks: Ints | Iterable[int]) -> int:
 def observe(metadata: StepMetadata, uses: Iterable[CacheUse]) -> Observation:
     """What a forward saw: from the arrays that it used and its caches' counters."""
     listed = list(uses)
+    first = metadata.first
     return Observation(
         offset_reads=_spread([use.offset_reads for use in listed]),
         updates=_spread([use.updates for use in listed]),
         rows_updated=_spread([use.rows_updated for use in listed]),
         attends=_spread([use.attends for use in listed]),
-        strangers=sum(use.strangers for use in listed),
-        starts=tuple(metadata.positions[metadata.first].tolist()),
-        rows=tuple(np.diff(metadata.first, append=metadata.total_rows).tolist()),
+        strangers=sum([use.strangers for use in listed]),
+        starts=tuple(metadata.positions[first].tolist()),
+        rows=tuple([b - a for a, b in pairwise([*first.tolist(), metadata.total_rows])]),
         visible=_visible_columns(metadata),
         tables=_table_columns(metadata),
     )
@@ -328,8 +372,11 @@ def _visible_columns(metadata: StepMetadata) -> tuple[tuple[int, ...], ...]:
     columns = []
     for number, group in enumerate(metadata.geometry.groups):
         live_from = metadata.live_from[number, last]
-        seen = metadata.until[last] - live_from + np.minimum(group.sink, live_from)
-        seen = seen + ((metadata.start == 0) & (metadata.state_reads[number] != NO_BLOCK))
+        seen = metadata.until[last] - live_from
+        if group.sink:
+            seen += np.minimum(group.sink, live_from)
+        if group.recurrent:
+            seen += (metadata.start == 0) & (metadata.state_reads[number] != NO_BLOCK)
         columns.append(seen.tolist())
     return tuple(zip(*columns, strict=True))
 

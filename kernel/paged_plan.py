@@ -73,26 +73,21 @@ def plan_rows(
     of an item, chosen from these if None. roomy: filled up to one of few sizes, with items of
     nothing and tables that end in nothing. Raises BadBatch where a row read has no block.
     """
-    counts = metadata.rows[pieces]
-    number = np.repeat(np.arange(len(pieces)), counts)
-    inside = np.arange(len(number)) - np.repeat(np.cumsum(counts) - counts, counts)
-    rows = metadata.first[pieces][number] + inside
+    number, rows = _rows(metadata, pieces)
     sink = metadata.geometry.groups[group].sink
     until = metadata.until[rows].astype(np.int64)
     live_from = metadata.live_from[group, rows].astype(np.int64)
     starts = metadata.start[pieces] if in_place else np.full(len(pieces), NOWHERE)
-    tables = _tables(metadata, group, pieces, starts)
+    width = metadata.tables[group].shape[1]
+    tables = _tables(metadata, group, pieces, starts, _roomy(width, TABLE_STEP) if roomy else width)
     tiles = _tiles(until, live_from, sink)
     aim = item_tiles or _item_tiles(int(tiles.sum()), columns, blocks)
     # A row that is a little longer than an item stays whole: a merge costs more than the wait.
     splits = np.maximum(1, (tiles + aim // 2) // aim)
-    first = np.cumsum(splits) - splits
-    row = np.repeat(np.arange(len(rows)), splits)
+    first = splits.cumsum() - splits
+    row = np.arange(len(rows)).repeat(splits)
     place = np.arange(len(row)) - first[row]
     count = _roomy(len(row), 1) if roomy else len(row)
-    if roomy:
-        room = _roomy(tables.shape[1], TABLE_STEP) - tables.shape[1]
-        tables = np.pad(tables, ((0, 0), (0, room)), constant_values=NO_BLOCK)
     planned = np.zeros((count, ITEM_INTS), np.int32)
     items = planned[: len(row)]
     items[:, 0] = planned.size + number[row] * tables.shape[1]
@@ -108,8 +103,18 @@ def plan_rows(
     items[:, 9] = splits[row]
     items[:, 10] = first[row]
     items[:, 11] = row
-    ints = np.concatenate([planned.reshape(-1), tables.reshape(-1)])
+    ints = np.concatenate([planned.ravel(), tables.ravel()])
     return RowsPlan(ints, count, len(rows), int(splits.max()))
+
+
+def _rows(metadata: StepMetadata, pieces: Longs) -> tuple[Longs, Longs]:
+    """Of each row of `pieces`, which of these it is of, and its number in the batch."""
+    counts, first = metadata.rows[pieces], metadata.first[pieces]
+    number = np.arange(len(pieces)).repeat(counts)
+    if len(number) == len(pieces):  # one row each
+        return number, first
+    inside = np.arange(len(number)) - (counts.cumsum() - counts).repeat(counts)
+    return number, first[number] + inside
 
 
 def plan_fetch(metadata: StepMetadata, group: int, piece: int) -> FetchPlan:
@@ -120,7 +125,8 @@ def plan_fetch(metadata: StepMetadata, group: int, piece: int) -> FetchPlan:
     live_from = metadata.live_from[group, rows]
     low = int(live_from[0])
     sink = min(metadata.geometry.groups[group].sink, low)
-    table = _tables(metadata, group, np.array([piece]), np.array([start]))[0]
+    width = metadata.tables[group].shape[1]
+    table = _tables(metadata, group, np.array([piece]), np.array([start]), width)[0]
     read = end - low + sink
     head = np.array([read, sink, low, start, first - start], np.int32)
     mask = None
@@ -152,18 +158,24 @@ def _item_tiles(tiles: int, columns: int, blocks: int) -> int:
     return min(longest, max(shortest, -(-tiles * columns // blocks)))
 
 
-def _tables(metadata: StepMetadata, group: int, pieces: Longs, starts: Longs) -> Ints:
-    """The pieces' tables, [B, W], checked: what is read before `starts` has a block."""
-    table = metadata.tables[group][pieces]
+def _tables(metadata: StepMetadata, group: int, pieces: Longs, starts: Longs, width: int) -> Ints:
+    """The pieces' tables, [B, width] filled up with NO_BLOCK, checked: what is read before `starts`
+    has a block.
+    """
+    known = metadata.tables[group][pieces]
     size = metadata.geometry.block_size
-    begins = np.arange(table.shape[1]) * size
-    low = metadata.live_from[group, metadata.first[pieces]][:, None]
+    begins = np.arange(known.shape[1]) * size
     reach = np.minimum(starts, metadata.end[pieces])[:, None]
-    sink = np.minimum(metadata.geometry.groups[group].sink, reach)
-    missing = (table < 0) & (begins < reach) & ((begins + size > low) | (begins < sink))
+    missing = (known < 0) & (begins < reach)
+    if missing.any():  # unless windows have left them behind
+        low = metadata.live_from[group, metadata.first[pieces]][:, None]
+        sink = np.minimum(metadata.geometry.groups[group].sink, reach)
+        missing &= (begins + size > low) | (begins < sink)
     if missing.any():
         place, block = np.argwhere(missing)[0].tolist()
         seq = metadata.seqs[int(pieces[place])]
         where = f"block {block} of sequence {seq}"
         raise BadBatch(f"group {group} would read {where}, which has none", seq)
+    table = np.full((len(pieces), width), NO_BLOCK, np.int32)
+    table[:, : known.shape[1]] = known
     return table

@@ -27,7 +27,7 @@ from statemachine.events import NO_BLOCK, BlockCopied
 from statemachine.geometry import Geometry
 from statemachine.records import ShadowFinding, ShadowReport
 from statemachine.sequence import Sequence
-from statemachine.tags import UNWRITTEN
+from statemachine.tags import UNWRITTEN, newest_tags, next_tags, pending_tags
 
 from .batch import Batch
 from .expected import Expected, Tags, is_pending
@@ -135,8 +135,11 @@ class Shadow:
 
     def _retag(self, rows: _Pending, tokens: list[int]) -> None:
         """Give pending rows the tags of their tokens, where nothing else was written since."""
-        fed = map(self._expected.fed, rows.sequences, tokens)
-        new = np.fromiter(fed, np.uint64, len(tokens))
+        if {len(it.speculative) for it in rows.sequences} == {1}:
+            fed = next_tags(self._geometry, rows.sequences, tokens)
+        else:
+            fed = list(map(self._expected.fed, rows.sequences, tokens))
+        new = np.array(fed, np.uint64)
         for tags, spec, slots in zip(self.tags, self._geometry.groups, rows.slots, strict=True):
             if spec.paged and not spec.recurrent:
                 held = tags[slots]
@@ -146,19 +149,12 @@ class Shadow:
         """Tag the step's rows with what their sequences say they are. Returns each piece's last
         tag, and the pieces that end in a row whose token is not known.
         """
-        written: list[int] = []
-        newest: list[int] = []
-        pending: list[int] = []
-        for number, piece in enumerate(batch.pieces):
-            sequence, rows = piece.sequence, piece.rows
-            end = sequence.offset
-            if rows == 1:
-                written.append(self._expected.row(sequence, end - 1))
-            else:
-                written.extend(self._expected.rows(sequence, end - rows, end))
-            newest.append(written[-1])
-            if is_pending(sequence):
-                pending.append(number)
+        sequences = [piece.sequence for piece in batch.pieces]
+        pending = [number for number, it in enumerate(sequences) if is_pending(it)]
+        if len(pending) == metadata.total_rows:
+            written = newest = pending_tags(sequences)
+        else:
+            written, newest = self._tags_of(batch)
         tags = np.array(written, np.uint64)
         for group, spec in enumerate(self._geometry.groups):
             if spec.recurrent:
@@ -168,8 +164,22 @@ class Shadow:
         if not pending:
             return newest, None
         places = (metadata.first + metadata.rows - 1)[pending]
-        sequences = [batch.pieces[number].sequence for number in pending]
-        return newest, _Pending(pending, sequences, metadata.slots[:, places], tags[places])
+        waiting = [sequences[number] for number in pending]
+        return newest, _Pending(pending, waiting, metadata.slots[:, places], tags[places])
+
+    def _tags_of(self, batch: Batch) -> tuple[list[int], list[int]]:
+        """Tags of the step's rows, and each piece's last one."""
+        written: list[int] = []
+        newest: list[int] = []
+        for piece in batch.pieces:
+            sequence, rows = piece.sequence, piece.rows
+            end = sequence.offset
+            if rows == 1:
+                written.append(self._expected.row(sequence, end - 1))
+            else:
+                written.extend(self._expected.rows(sequence, end - rows, end))
+            newest.append(written[-1])
+        return written, newest
 
     def _compare_read_states(self, batch: Batch, metadata: StepMetadata, report: _Report) -> None:
         """The states that pieces go on from; a piece that begins afresh reads none."""
@@ -226,19 +236,28 @@ class Shadow:
         """The row before each piece, its last row (whose tag `newest` is), and new blocks."""
         starts = metadata.positions[metadata.first]
         before = np.flatnonzero(starts > metadata.live_from[group, metadata.first])
-        row, pieces = self._expected.row, batch.pieces
-        places = [(number, int(starts[number]) - 1) for number in before.tolist()]
-        places += self._new_block_ends(metadata, group)
-        expected = [row(pieces[number].sequence, position) for number, position in places]
+        numbers, positions = before.tolist(), (starts[before] - 1).tolist()
+        sequences = [piece.sequence for piece in batch.pieces]
+        expected = self._rows_before([sequences[number] for number in numbers], positions)
+        row = self._expected.row
+        for number, position in self._new_block_ends(metadata, group):
+            numbers.append(number)
+            positions.append(position)
+            expected.append(row(sequences[number], position))
         lasts = starts + metadata.rows - 1
         for number in np.flatnonzero(lasts != metadata.end - 1).tolist():
-            newest[number] = row(pieces[number].sequence, int(lasts[number]))
-        asked = np.array(places, np.int64).reshape(-1, 2)
-        numbers = np.concatenate([asked[:, 0], np.arange(len(pieces))])
-        positions = np.concatenate([asked[:, 1], lasts])
-        slots = metadata.slots_of(group, numbers, positions)
-        check = _Check(metadata, group, numbers, positions, slots)
+            newest[number] = row(sequences[number], int(lasts[number]))
+        asked = np.array(numbers + list(range(len(sequences))), np.int64)
+        places = np.concatenate([np.array(positions, np.int64), lasts])
+        slots = metadata.slots_of(group, asked, places)
+        check = _Check(metadata, group, asked, places, slots)
         self._compare(check, np.array(expected + newest, np.uint64), report)
+
+    def _rows_before(self, sequences: list[Sequence], positions: list[int]) -> list[int]:
+        """Tags of a row of each, which is the last committed one where a step runs ahead."""
+        if [it.committed - 1 for it in sequences] == positions:
+            return newest_tags(self._geometry, sequences)
+        return list(map(self._expected.row, sequences, positions))
 
     def _new_block_ends(self, metadata: StepMetadata, group: int) -> list[tuple[int, int]]:
         """(piece, last position read) of each block that is new in a piece's table."""
@@ -272,9 +291,13 @@ class Shadow:
 
     def _compare(self, check: _Check, expected: Tags, report: _Report) -> None:
         metadata, group, slots = check.metadata, check.group, check.slots
-        found = np.where(slots < 0, np.uint64(UNWRITTEN), self.tags[group][slots])
-        wrong = np.flatnonzero((found != expected) | (slots < 0))
         report.checked += len(slots)
+        found, nowhere = self.tags[group][slots], slots < 0
+        differs = (found != expected) | nowhere
+        if not differs.any():
+            return
+        found = np.where(nowhere, np.uint64(UNWRITTEN), found)
+        wrong = np.flatnonzero(differs)
         report.found += len(wrong)
         for place in wrong[: FINDINGS_MAX - len(report.findings)].tolist():
             report.findings.append(

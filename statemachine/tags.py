@@ -9,6 +9,7 @@ shares rows compares tokens too (prefix.py).
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
 
 from xxhash import xxh3_64_intdigest
 
@@ -26,6 +27,7 @@ CONSTANT = 42
 
 _TOKEN_BYTES = 8
 _pack_key = struct.Struct("<Q").pack
+_pack_pending = struct.Struct("<cQQQ").pack
 
 
 def _field(text: str) -> bytes:
@@ -52,7 +54,44 @@ def row_tag(geometry: Geometry, parent_key: int, block_tokens: bytes) -> int:
 
 def pending_tag(seq: int, position: int, step: int) -> int:
     """Tag of a row whose token is not known yet."""
-    return xxh3_64_intdigest(struct.pack("<cQQQ", b"p", seq, position, step))
+    return xxh3_64_intdigest(_pack_pending(b"p", seq, position, step))
+
+
+# What follows is of the rows that a decode step has one each of: a call for each would cost more
+# than the hash.
+
+
+def pending_tags(sequences: Iterable[Sequence]) -> list[int]:
+    """Tag of the last row of each, whose token is not known yet."""
+    xxh3, pack = xxh3_64_intdigest, _pack_pending
+    return [
+        xxh3(pack(b"p", it.id, it.committed + len(it.speculative) - 1, it.speculative[-1].step))
+        for it in sequences
+    ]
+
+
+def newest_tags(geometry: Geometry, sequences: Iterable[Sequence]) -> list[int]:
+    """Tag of the last committed row of each; there must be one."""
+    if geometry.hash == "constant":
+        return [CONSTANT for _ in sequences]
+    xxh3, pack = xxh3_64_intdigest, _pack_key
+    return [
+        xxh3(pack(it.keys[-1] if it.keys else it.root) + it.tail) if it.tail else it.keys[-1]
+        for it in sequences
+    ]
+
+
+def next_tags(
+    geometry: Geometry, sequences: Iterable[Sequence], tokens: Iterable[int]
+) -> list[int]:
+    """Tag of the row behind the committed ones of each, if a token of `tokens` is fed there."""
+    if geometry.hash == "constant":
+        return [CONSTANT for _ in sequences]
+    xxh3, pack = xxh3_64_intdigest, _pack_key
+    return [
+        xxh3(pack(it.keys[-1] if it.keys else it.root) + it.tail + pack(token))
+        for it, token in zip(sequences, tokens, strict=True)
+    ]
 
 
 def block_tags(geometry: Geometry, parent_key: int, block_tokens: bytes) -> list[int]:
