@@ -104,7 +104,7 @@ def _outcome(
         # The answer is what was sampled from, and the token is nobody's.
         return Outcome(piece.seq, (), STOP, int(piece.purpose == DRAFT))
     left, ends = limit_tokens(request, capacity) - length, parameters.end_tokens
-    if end is None and len(tokens) < left and not (ends and any(it in ends for it in tokens)):
+    if end is None and len(tokens) < left and (not ends or set(tokens).isdisjoint(ends)):
         return Outcome(piece.seq, tokens, None, len(tokens) if piece.purpose == DRAFT else 0)
     kept, reason = len(tokens), None
     for at, token in enumerate(tokens):
@@ -202,8 +202,8 @@ def _resolve(state: State, plan: StepPlan, found: tuple[Outcome, ...]) -> list[E
         else:
             events += commands.rewind(state, outcome.seq, rows)
     if ahead:
-        seqs = tuple(outcome.seq for outcome in ahead)
-        tokens = tuple(outcome.tokens[0] for outcome in ahead)
+        seqs = tuple([outcome.seq for outcome in ahead])
+        tokens = tuple([outcome.tokens[0] for outcome in ahead])
         events += commands.commit_each(state, seqs, tokens)
     return events
 

@@ -28,7 +28,9 @@ def decoding(draft: Draft) -> list[int]:
     requests, sequences = draft.view.requests, draft.state.sequences
     found = []
     for seq in draft.running:
-        if is_decoding(requests[seq].stream, sequences[seq]):
+        sequence = sequences[seq]
+        # Nearly all have a row in flight where steps run ahead.
+        if not sequence.speculative and is_decoding(requests[seq].stream, sequence):
             found.append(seq)
     return found
 
@@ -64,9 +66,9 @@ def _waits_for_token(request: RequestState, policy: Policy, capacity: int) -> bo
     what is sampled next depends on it.
     """
     stream = request.stream
-    if request.arrived.parameters.reads_answer or stream.length + 1 >= limit_tokens(
-        request, capacity
-    ):
+    if stream.length + 1 >= limit_tokens(request, capacity):
+        return True
+    if request.arrived.parameters.reads_answer:
         return True
     if not policy.draft_tokens:
         return False
@@ -91,7 +93,7 @@ def plan_ahead(draft: Draft, seqs: list[int]) -> None:
             seqs = seqs[:last] + seqs[last + 1 :]
             continue
         draft.do(events)
-        draft.pieces.extend(PlannedPiece(seq, 1, 0, LOOKAHEAD, 1) for seq in _order(events))
+        draft.pieces += [PlannedPiece(seq, 1, 0, LOOKAHEAD, 1) for seq in _order(events)]
         draft.rows_left -= len(seqs)
         return
 

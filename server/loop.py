@@ -261,10 +261,7 @@ class Loop:
         outcomes = scheduler.outcomes(before, plan, tokens, finished)
         events = scheduler.close_step(before, plan, outcomes)
         after = scheduler.settle(before, plan, outcomes, events)
-        sequences = after.state.sequences
-        offsets = tuple(
-            sequences[piece.seq].offset if piece.seq in sequences else -1 for piece in plan.pieces
-        )
+        left = map(after.state.sequences.get, [piece.seq for piece in plan.pieces])
         done = StepDone(
             step=plan.step,
             observation=result.observation,
@@ -274,7 +271,7 @@ class Loop:
             logits=result.logits,
             margins=result.margins,
             events=events,
-            offsets=offsets,
+            offsets=tuple([-1 if it is None else it.offset for it in left]),
             digest=after.state.digest,
             scored=result.scored,
             scores=result.score_column,

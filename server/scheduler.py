@@ -185,28 +185,34 @@ def begin(view: View, plan: StepPlan) -> View:
 
 def batch(view: View, plan: StepPlan) -> Batch:
     """What the kernel is handed for a plan; `view` is the one that `begin` gave."""
-    pieces = []
+    pieces, requests, sequences = [], view.requests, view.state.sequences
     for planned in plan.pieces:
-        request: RequestState = view.requests[planned.seq]
-        sequence, parameters = view.state.sequences[planned.seq], request.arrived.parameters
-        scores = parameters.score_from != NO_SCORES
-        scored = scored_by(request, sequence, planned) if scores else NOTHING
-        reads = planned.samples and parameters.reads_answer
-        pieces.append(
-            Piece(
-                sequence=sequence,
-                tokens=_fed(request, sequence, planned),
-                pads=planned.pads,
-                pending=int(planned.purpose == LOOKAHEAD),
-                samples=planned.samples,
-                parameters=parameters if planned.samples or scored else None,
-                answer=request.stream.output() if reads else (),
-                prompt=request.arrived.tokens if reads and parameters.reads_prompt else (),
-                targets=request.arrived.tokens[scored.start : scored.stop] if scored else (),
-            )
-        )
+        request: RequestState = requests[planned.seq]
+        sequence, parameters = sequences[planned.seq], request.arrived.parameters
+        fed, ahead = _fed(request, sequence, planned), int(planned.purpose == LOOKAHEAD)
+        asked = parameters if planned.samples else None
+        piece = Piece(sequence, fed, planned.pads, ahead, planned.samples, asked)
+        if parameters.score_from != NO_SCORES or parameters.reads_answer:
+            piece = _told_more(piece, request, planned)
+        pieces.append(piece)
     copies = tuple(event for event in plan.events if isinstance(event, BlockCopied))
     return Batch(plan.step, tuple(pieces), copies)
+
+
+def _told_more(piece: Piece, request: RequestState, planned: PlannedPiece) -> Piece:
+    """A piece with what few requests ask for: scores of a prompt, samples that read the answer."""
+    arrived = request.arrived
+    parameters, scored = arrived.parameters, NOTHING
+    if parameters.score_from != NO_SCORES:
+        scored = scored_by(request, piece.sequence, planned)
+    reads = planned.samples and parameters.reads_answer
+    return structs.replace(
+        piece,
+        parameters=parameters if planned.samples or scored else None,
+        answer=request.stream.output() if reads else (),
+        prompt=arrived.tokens if reads and parameters.reads_prompt else (),
+        targets=arrived.tokens[scored.start : scored.stop] if scored else (),
+    )
 
 
 def _fed(request: RequestState, sequence: Sequence, planned: PlannedPiece) -> tuple[int, ...]:

@@ -273,8 +273,9 @@ def commit_each(state: State, seqs: Many[int], tokens: tuple[int, ...]) -> Event
     if len(tokens) != len(seqs):
         raise IllegalCommand(f"{len(tokens)} tokens are given for {len(seqs)} sequences")
     doubtful = len(set(seqs)) != len(seqs) or not _are_content_ids(tokens)
+    sequences = state.sequences
     for seq, token in zip(seqs, tokens, strict=True):
-        rows = _sequence(state, seq).speculative
+        rows = (sequences.get(seq) or _sequence(state, seq)).speculative
         if not rows or rows[0].token not in (NO_TOKEN, token):
             doubtful = True
     events: Events = (ev.CommittedEach(tuple(seqs), tuple(tokens)),)
