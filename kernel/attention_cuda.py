@@ -16,7 +16,7 @@ import mlx.core as mx
 from .drawing import CudaSampler, Sampler
 from .fastmath import LOG2E
 from .kernel_text import TYPES, header
-from .paged_attention import Layer, Shape
+from .paged_attention import Layer, OnGpu, Shape
 from .paged_plan import RowsPlan
 from .products import CudaProducts, Products
 
@@ -72,7 +72,7 @@ def kind_of(shape: Shape, name: str) -> str:
     return kinds.get(name, "unsigned" if shape.group else TYPES[shape.dtype])
 
 
-class CudaDialect:
+class CudaDialect(OnGpu):
     """See paged_attention.Dialect. blocks: two for each multiprocessor of an H200; registers leave
     room for three.
     """

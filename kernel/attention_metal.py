@@ -17,7 +17,7 @@ from .attention_cuda import row_of
 from .drawing import Sampler
 from .fastmath import LOG2E
 from .kernel_text import SOURCE
-from .paged_attention import Layer, Shape
+from .paged_attention import Layer, OnGpu, Shape
 from .paged_plan import RowsPlan
 from .products import Products
 
@@ -85,7 +85,7 @@ def columns(shape: Shape) -> int:
     return shape.kv_heads * -(-shape.shared // _heads(shape))
 
 
-class MetalDialect:
+class MetalDialect(OnGpu):
     """See paged_attention.Dialect."""
 
     in_place = False

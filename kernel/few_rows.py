@@ -23,18 +23,14 @@ from mlx_lm.models.rope_utils import Llama3RoPE
 
 from .attention import dispatch
 from .errors import describe
-from .product_forms import PART, TILE
-from .products import ROWS_MAX, Norm, Products, Projections, Rope
+from .products import Norm, Products, Rope, Weights
 from .split import Body
 
+HEAD_STEP = 32
+"""Heads have a multiple of as many numbers."""
 FORMS = (llama.Model,)
 """Models whose body is: embedding, blocks of attention and gated network, norm."""
-DTYPES = (mx.bfloat16, mx.float16)
-CHECKED_ROWS = (8, 11, 20, ROWS_MAX)
-"""One number for each kernel that is compiled."""
 POSITION_MAX = 4096
-TOLERANCE = 2e-2
-"""Of a row's length: products are rounded to 8 bits here and there."""
 
 
 @frozen(eq=False)
@@ -45,21 +41,17 @@ class _Layer:
 
     attention: Any
     network: Any
-    gates: mx.array
-    out: mx.array
-    down: mx.array
+    projections: Weights
+    gates: Weights
+    out: Weights
+    down: Weights
     before: Norm
     between: Norm
     rope: Rope
 
-    @property
-    def projections(self) -> Projections:
-        attention = self.attention
-        return attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight
-
 
 class FewRows:
-    """The body, of up to ROWS_MAX rows. Raises Unlike where a model is not of this form."""
+    """The body, of up to `rows_max` rows. Raises Unlike where a model is not of this form."""
 
     def __init__(self, model: Any, products: Products) -> None:
         if type(model) not in FORMS:
@@ -68,7 +60,24 @@ class FewRows:
         self._products = products
         if self._body.swa_idx is not None:
             raise Unlike("its layers have windows")
-        self._layers = [_looked_at(it) for it in self._body.layers]
+        for it in self._body.layers:
+            _check_form(it, products)
+        self._layers = [_held(it, products) for it in self._body.layers]
+        tied = model.args.tie_word_embeddings
+        self._head_layer = self._body.embed_tokens if tied else model.lm_head
+        self._head = products.hold_head(self._head_layer)
+
+    @property
+    def rows_max(self) -> int:
+        return self._products.rows_max
+
+    @property
+    def makes_logits(self) -> bool:
+        return self._head is not None
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        """[T, vocab] of what left the body, [T, D]."""
+        return self._products.multiplied(hidden, self._head)
 
     def __call__(self, tokens: mx.array, cache: Items[Any]) -> mx.array:
         """What leaves the body, [T, 1, D], of tokens [T, 1]."""
@@ -112,9 +121,9 @@ class FewRows:
         """Why it must not be used, by the products of its first layer; empty where they agree."""
         rng = np.random.default_rng(0)
         layer = self._layers[0]
-        for rows in CHECKED_ROWS:
+        for rows in self._products.checked_rows:
             apart = self._apart(layer, rows, rng)
-            if not apart <= TOLERANCE:
+            if not apart <= self._products.tolerance:
                 return (
                     f"products of {rows} rows differ from the model's own by {apart:.2g} of a row"
                 )
@@ -122,7 +131,7 @@ class FewRows:
 
     def _apart(self, layer: _Layer, rows: int, rng: np.random.Generator) -> float:
         attention, network, products = layer.attention, layer.network, self._products
-        dtype = layer.out.dtype
+        dtype = attention.o_proj.weight.dtype
 
         def random(count: int, width: int) -> mx.array:
             return mx.array(rng.standard_normal((count, width), np.float32)).astype(dtype)
@@ -151,6 +160,10 @@ class FewRows:
             silu(network.gate_proj(normed)) * network.up_proj(normed),
             base + network.down_proj(gated),
         ]
+        if self.makes_logits:
+            head = self._head_layer
+            made.append(self.logits(x))
+            wanted.append(x @ head.weight.T)
         return max(_far(one, other) for one, other in zip(made, wanted, strict=True))
 
 
@@ -175,8 +188,8 @@ def few_rows(model: Any, products: Products | None) -> tuple[FewRows | None, str
     return (None, reason) if reason else (body, "")
 
 
-def _looked_at(block: Any) -> _Layer:
-    """What the products need of a block, where they take all of it."""
+def _check_form(block: Any, products: Products) -> None:
+    """Raise Unlike where products do not take all of a block."""
     attention, network = block.self_attn, block.mlp
     linear = [getattr(attention, f"{name}_proj") for name in "qkvo"]
     linear += [network.gate_proj, network.up_proj, network.down_proj]
@@ -184,37 +197,36 @@ def _looked_at(block: Any) -> _Layer:
     for it in linear:
         if type(it) is not Linear or "bias" in it:
             raise Unlike(f"{type(it).__name__} stands where a plain product is expected")
-        features, width = it.weight.shape
-        same = it.weight.dtype == dtype and dtype in DTYPES
-        if not same or width % PART or features % TILE:
+        same = it.weight.dtype == dtype and dtype in products.dtypes
+        if not same or not products.takes(*it.weight.shape):
             raise Unlike(f"it has weights of {it.weight.shape} in {it.weight.dtype}")
-    norms = []
     for it in (block.input_layernorm, block.post_attention_layernorm):
         if type(it) is not RMSNorm or it.weight.dtype != dtype:
             raise Unlike(f"{type(it).__name__} stands where an RMSNorm is expected")
-        norms.append(Norm(it.weight, float(it.eps)))
+    gate, up = network.gate_proj.weight.shape, network.up_proj.weight.shape
+    if gate != up:
+        raise Unlike(f"gates of {gate} and {up}")
+    _rope_of(attention)
+
+
+def _held(block: Any, products: Products) -> _Layer:
+    """What the products need of a block."""
+    attention, network = block.self_attn, block.mlp
+    norms = [
+        Norm(it.weight, float(it.eps))
+        for it in (block.input_layernorm, block.post_attention_layernorm)
+    ]
     return _Layer(
         attention=attention,
         network=network,
-        gates=_gates_of(network),
-        out=attention.o_proj.weight,
-        down=network.down_proj.weight,
+        projections=products.hold_projections(attention.q_proj, attention.k_proj, attention.v_proj),
+        gates=products.hold_gates(network.gate_proj, network.up_proj),
+        out=products.hold(attention.o_proj),
+        down=products.hold(network.down_proj),
         before=norms[0],
         between=norms[1],
         rope=_rope_of(attention),
     )
-
-
-def _gates_of(network: Any) -> mx.array:
-    """The weights of gate and up in one array, [2 * features, width]; the modules keep views."""
-    gate, up = network.gate_proj, network.up_proj
-    if gate.weight.shape != up.weight.shape:
-        raise Unlike(f"gates of {gate.weight.shape} and {up.weight.shape}")
-    gates = mx.concatenate([gate.weight, up.weight])
-    mx.eval(gates)
-    gate.weight, up.weight = mx.split(gates, 2)
-    mx.eval(gate.weight, up.weight)
-    return gates
 
 
 def _rope_of(attention: Any) -> Rope:
@@ -225,7 +237,7 @@ def _rope_of(attention: Any) -> Rope:
         rates = 1.0 / np.array(rope._freqs, np.float64)
     else:
         raise Unlike(f"positions are turned by {type(rope).__name__}")
-    if rope.dims != dim or dim % TILE:
+    if rope.dims != dim or dim % HEAD_STEP:
         raise Unlike(f"of heads of {dim}, {rope.dims} are turned")
     return Rope(dim, mx.array(rates.astype(np.float32)), bool(rope.traditional))
 

@@ -25,7 +25,6 @@ from .layout import Layout, as_taken, look, paged_caches
 from .metadata import CacheUse, Longs, StepMetadata, observe
 from .paged_attention import Dialect
 from .pages import PageStep
-from .products import ROWS_MAX as FEW_ROWS_MAX
 from .split import Body, Head, body_and_head, unchanged
 from .starting import settle
 
@@ -142,10 +141,13 @@ class Forward:
             return self._body
         if not tables.fixed:
             return few.ending(_index(_looked_at(context.metadata)))
-        return few if context.metadata.total_rows <= FEW_ROWS_MAX else self._body
+        return few if context.metadata.total_rows <= few.rows_max else self._body
 
     def logits(self, hidden: mx.array, rows: Longs, serving: Serving = BASE) -> mx.array:
         """Logits [len(rows), vocab] float32 of some rows."""
+        few = self._few_rows
+        if few is not None and few.makes_logits and serving is BASE and len(rows) <= few.rows_max:
+            return few.logits(hidden[_index(rows)][:, -1])
         with serving.rows(rows):
             return self._head(hidden[_index(rows)])[:, -1].astype(mx.float32)
 

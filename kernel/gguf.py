@@ -17,6 +17,7 @@ import mlx.core as mx
 from attrs import frozen
 
 from .errors import ModelError
+from .narrow import Narrow
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 GROUP_SIZE = 32
@@ -54,12 +55,14 @@ class GgufModel:
     """What a GGUF file holds, in the words of a Hugging Face folder.
 
     weights: arrays of one float type by mlx-lm's names, quantised ones dequantised (lazily).
+    narrow: what these were, by the same names.
     rope_factors: [head_dim / 2], or None; each divides the rotation speed of its pair.
     """
 
     config: dict[str, Any]
     metadata: dict[str, Any]
     weights: dict[str, mx.array]
+    narrow: dict[str, Narrow]
     rope_factors: mx.array | None
 
 
@@ -85,25 +88,31 @@ def read_gguf(path: Path, dtype: mx.Dtype) -> GgufModel:
             f"{', '.join(ARCHITECTURES)} are served from GGUF: use the model's Hugging Face folder"
         )
     rope_factors = tensors.pop(ROPE_FACTORS, None)
-    weights = _weights(tensors, dtype)
+    weights, narrow = _weights(tensors, dtype)
     config = _config(path, metadata, weights)
     if rope_factors is not None:
         # An unscaled llama3 rope, whose wavelengths the loader then stretches by the factors.
         config["rope_scaling"] = {"rope_type": "llama3", "factor": 1.0}
-    return GgufModel(config, metadata, weights, rope_factors)
+    return GgufModel(config, metadata, weights, narrow, rope_factors)
 
 
 def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, mx.array) else value
 
 
-def _weights(tensors: Mapping[str, mx.array], dtype: mx.Dtype) -> dict[str, mx.array]:
+def _weights(
+    tensors: Mapping[str, mx.array], dtype: mx.Dtype
+) -> tuple[dict[str, mx.array], dict[str, Narrow]]:
     """Rename and dequantise; a name that is not known is kept, and so is found left over."""
-    weights = {}
-    for name in tensors:
-        if not name.endswith((".scales", ".biases")):
-            weights[_rename(name)] = _dequantised(name, tensors, dtype)
-    return weights
+    weights, narrow = {}, {}
+    for name, tensor in tensors.items():
+        if name.endswith((".scales", ".biases")):
+            continue
+        held = _narrow(name, tensors, dtype)
+        if held is not None:
+            narrow[_rename(name)] = held
+        weights[_rename(name)] = tensor.astype(dtype) if held is None else held.widened()
+    return weights, narrow
 
 
 def _rename(name: str) -> str:
@@ -114,16 +123,17 @@ def _rename(name: str) -> str:
     return f"{prefix}{NAMES[found[2]]}.{found[3]}"
 
 
-def _dequantised(name: str, tensors: Mapping[str, mx.array], dtype: mx.Dtype) -> mx.array:
+def _narrow(name: str, tensors: Mapping[str, mx.array], dtype: mx.Dtype) -> Narrow | None:
+    """A tensor with its scales, where it has some."""
     tensor, stem = tensors[name], name.removesuffix(".weight")
     scales = tensors.get(f"{stem}.scales")
     if scales is None:
-        return tensor.astype(dtype)
+        return None
     # A uint32 holds 32 / bits values and a scale stands for 32 of them.
     bits = tensor.shape[-1] // scales.shape[-1]
     # Widened first: in float32 the result is exact, in float16 each value would be rounded.
     biases = tensors[f"{stem}.biases"].astype(dtype)
-    return mx.dequantize(tensor, scales.astype(dtype), biases, GROUP_SIZE, bits)
+    return Narrow(tensor, scales.astype(dtype), biases, GROUP_SIZE, bits)
 
 
 def _config(path: Path, metadata: Mapping[str, Any], weights: Mapping[str, Any]) -> dict[str, Any]:

@@ -165,7 +165,8 @@ class ModelKernel:
     def attention(self) -> str:
         """How pages are attended to: `tables` or GATHER, and why what else is not used here."""
         if self._dialect is not None:
-            return "; ".join(("tables", *self._left_out))
+            told = f" ({self._dialect.told})" if self._dialect.told else ""
+            return "; ".join((f"tables{told}", *self._left_out))
         return f"{GATHER}: {self._tables_off}" if self._tables_off else GATHER
 
     @property

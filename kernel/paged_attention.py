@@ -29,9 +29,7 @@ from .products import Products
 from .quantised import Code
 
 ROW_KEYS_MAX = 1 << 16
-"""A piece is attended row by row up to that many keys of all its rows together; beyond it, its keys
-are made dense first, which costs as much as that on an H200.
-"""
+"""A GPU's row_keys_max: to make keys dense costs as much as that on an H200."""
 EARLY = True
 DTYPES = (mx.bfloat16, mx.float16, mx.float32)
 DIM_MAX = 256
@@ -118,9 +116,21 @@ class Layer:
 class Dialect(Protocol):
     """Kernels of one kind of device."""
 
+    told: str
+    """What else than the device decides about the bits of results, such as a processor's
+    instructions.
+    """
     in_place: bool
     blocks: int
     """How many keep the device busy."""
+    row_keys_max: int
+    """A piece is attended row by row up to that many keys of all its rows together; beyond it, its
+    keys are made dense first.
+    """
+    dtypes: tuple[mx.Dtype, ...]
+    """Of rows as they stand in the pages, or as they are read from words."""
+    coded_bits: tuple[int, ...]
+    """Of the words of quantised rows that are read."""
     products: Products | None
     """Products of few rows with weights, where there are kernels for them."""
     sampler: Sampler | None
@@ -142,16 +152,25 @@ class Dialect(Protocol):
         """Forget what a failed step may have left behind."""
 
 
-def takes(dtype: mx.Dtype, key_dim: int, value_dim: int) -> bool:
+class OnGpu:
+    """What dialects of GPUs have in common."""
+
+    told = ""
+    row_keys_max = ROW_KEYS_MAX
+    dtypes: tuple[mx.Dtype, ...] = DTYPES
+    coded_bits: tuple[int, ...] = (8,)
+
+
+def takes(key_dim: int, value_dim: int) -> bool:
     """Whether there are kernels for heads of these sizes."""
     even = key_dim % 8 == 0 and value_dim % 8 == 0
-    return dtype in DTYPES and even and value_dim > 0 and max(key_dim, value_dim) <= DIM_MAX
+    return even and value_dim > 0 and max(key_dim, value_dim) <= DIM_MAX
 
 
 class StepTables:
     """A step's plans, each made once and shared by the layers.
 
-    row_keys_max: ROW_KEYS_MAX, if None.
+    row_keys_max: the dialect's, if None.
     """
 
     def __init__(
@@ -159,7 +178,7 @@ class StepTables:
     ) -> None:
         self._dialect = dialect
         self._metadata = metadata
-        most = ROW_KEYS_MAX if row_keys_max is None else row_keys_max
+        most = dialect.row_keys_max if row_keys_max is None else row_keys_max
         long = (metadata.rows > 1) & (metadata.rows * metadata.end > most)
         self._short: Longs = np.flatnonzero(~long)
         self._long: list[int] = np.flatnonzero(long).tolist()

@@ -14,31 +14,31 @@ from statemachine.events import Namespace
 from statemachine.geometry import Geometry
 from statemachine.sequence import Sequence
 
+from .attention_cpu import CpuDialect
 from .attention_cuda import CudaDialect
 from .attention_metal import MetalDialect
 from .batch import Batch, Piece
 from .drawing import Sampler
 from .errors import describe
+from .extension import extension
 from .forward import Forward
 from .layout import Layout
 from .metadata import build
-from .paged_attention import Dialect, Layer, Shape, takes
+from .paged_attention import Dialect, Layer, OnGpu, Shape, takes
 from .paged_check import disagreement
 from .paged_plan import RowsPlan
 from .pages import PageStep
 from .products import Products
 
-CODED_BITS = 8
-"""Of quantised rows that there are kernels for."""
-
 
 def choose(model: Any, layout: Layout, block_size: int) -> tuple[Dialect | None, str]:
     """The dialect to use, or None and why not; no reason where nobody would expect one."""
-    dialect = of_device()
+    dialect, reason = of_device()
     if dialect is None or not layout.way.packed:
-        return None, ""
-    if any(code.bits != CODED_BITS for it in layout.shapes for code in it.codes or ()):
-        return None, f"kernels read rows of {CODED_BITS} bits through block tables, and no others"
+        return None, reason if layout.way.packed else ""
+    coded = {code.bits for it in layout.shapes for code in it.codes or ()}
+    if missing := coded - set(dialect.coded_bits):
+        return None, f"no kernel reads rows of {min(missing)} bits through block tables here"
     return suited(model, layout, block_size, dialect)
 
 
@@ -50,7 +50,7 @@ def suited(
         dtype, dims = it.dtype, (it.key_dim, it.value_dim)
         if it.codes is not None:
             dtype, dims = it.codes[0].dtype, (it.codes[0].dim, it.codes[1].dim)
-        if not takes(dtype, *dims):
+        if dtype not in dialect.dtypes or not takes(*dims):
             heads = f"heads of {dims[0]} and {dims[1]} in {dtype}"
             return None, f"layer {number} has {heads}, which no kernel reads through block tables"
     groups = layout.groups(1)
@@ -94,7 +94,7 @@ def _feed_one_row(forward: Forward, layout: Layout, block_size: int) -> None:
     forward.hidden(forward.context(metadata), pages)
 
 
-class _Recorder:
+class _Recorder(OnGpu):
     """A dialect that only listens."""
 
     in_place = True
@@ -120,10 +120,11 @@ class _Recorder:
         """Nothing is held."""
 
 
-def of_device() -> Dialect | None:
-    """This device's kernels, unchecked; None where it has none."""
-    if mx.default_device() != mx.Device(mx.gpu):
-        return None
+def of_device() -> tuple[Dialect | None, str]:
+    """This device's kernels, unchecked; None where it has none, and why one might expect some."""
+    if mx.default_device() == mx.Device(mx.cpu):
+        found = extension()
+        return (None, found.reason) if found.module is None else (CpuDialect(found.module), "")
     if mx.cuda.is_available():
-        return CudaDialect()
-    return MetalDialect() if mx.metal.is_available() else None
+        return CudaDialect(), ""
+    return (MetalDialect(), "") if mx.metal.is_available() else (None, "")

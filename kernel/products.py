@@ -9,7 +9,7 @@ and keys, the gate, the sum with what the layer was given.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -19,6 +19,7 @@ from .fastmath import SWIGLU
 from .kernel_text import header
 from .product_forms import (
     MULTIPROCESSORS,
+    PART,
     TILE,
     Form,
     Source,
@@ -59,44 +60,106 @@ class Norm:
     eps: float
 
 
-Projections = tuple[mx.array, mx.array, mx.array]
-"""Weights of queries, keys and values."""
+Weights = Any
+"""Of one layer or of several, as `Products` that hold them take them."""
 Shapes = Sequence[tuple[int, ...]]
 """Of a kernel's outputs."""
 
 
 class Products(Protocol):
-    """x: [T, width] of 16 bits, up to ROWS_MAX rows; weights: [features, width], of the same."""
+    """x: [T, width], up to `rows_max` rows, of one of `dtypes`, as weights [features, width] are.
 
-    def added(self, x: mx.array, weights: mx.array, base: mx.array) -> mx.array:
+    checked_rows: numbers of rows by which all kernels are compared with the model's own modules at
+    load, and tolerance: how far a row may be from theirs, of its length.
+    """
+
+    rows_max: int
+    dtypes: tuple[mx.Dtype, ...]
+    checked_rows: tuple[int, ...]
+    tolerance: float
+
+    def takes(self, features: int, width: int) -> bool:
+        """Whether there are kernels for weights of these sizes."""
+
+    def hold(self, linear: Any) -> Weights:
+        """The weights of a linear layer."""
+
+    def hold_gates(self, gate: Any, other: Any) -> Weights:
+        """Of the two whose products are multiplied, of the same sizes."""
+
+    def hold_projections(self, queries: Any, keys: Any, values: Any) -> Weights:
+        """Of those whose products heads are cut from."""
+
+    def hold_head(self, linear: Any) -> Weights | None:
+        """Of the layer or the embedding that logits come from; None where that is left to MLX."""
+
+    def multiplied(self, x: mx.array, weights: Weights) -> mx.array:
+        """The product of x, [T, features]."""
+
+    def added(self, x: mx.array, weights: Weights, base: mx.array) -> mx.array:
         """`base` [T, features] and the product with x, of any shape [T, ...]."""
 
-    def gated(self, x: mx.array, norm: Norm, weights: mx.array) -> mx.array:
+    def gated(self, x: mx.array, norm: Norm, weights: Weights) -> mx.array:
         """silu of normed x's product with the first half of `weights`, times the one with the
         other half: [T, features / 2].
         """
 
     def heads(
-        self, x: mx.array, norm: Norm, weights: Projections, positions: mx.array, rope: Rope
+        self, x: mx.array, norm: Norm, weights: Weights, positions: mx.array, rope: Rope
     ) -> tuple[mx.array, mx.array, mx.array]:
         """Of normed x: queries and keys, turned by positions [T] int32, and values, each [T, heads,
         1, dim].
         """
 
 
-class PlainProducts:
+class ArrayProducts:
+    """Weights as the modules have them: arrays."""
+
+    rows_max = ROWS_MAX
+    dtypes: tuple[mx.Dtype, ...] = (mx.bfloat16, mx.float16)
+    checked_rows: tuple[int, ...] = (8, 11, 20, ROWS_MAX)
+    """One number for each kernel that is compiled."""
+    tolerance = 2e-2
+    """Products are rounded to 8 bits here and there."""
+
+    def takes(self, features: int, width: int) -> bool:
+        return width % PART == 0 and features % TILE == 0
+
+    def hold(self, linear: Any) -> Weights:
+        return linear.weight
+
+    def hold_gates(self, gate: Any, other: Any) -> Weights:
+        """In one array, [2 * features, width]; the modules keep views."""
+        gates = mx.concatenate([gate.weight, other.weight])
+        mx.eval(gates)
+        gate.weight, other.weight = mx.split(gates, 2)
+        mx.eval(gate.weight, other.weight)
+        return gates
+
+    def hold_projections(self, queries: Any, keys: Any, values: Any) -> Weights:
+        return queries.weight, keys.weight, values.weight
+
+    def hold_head(self, linear: Any) -> Weights | None:
+        return None
+
+    def multiplied(self, x: mx.array, weights: Weights) -> mx.array:
+        product: mx.array = x @ weights.T
+        return product
+
+
+class PlainProducts(ArrayProducts):
     """Products by MLX's own operations."""
 
-    def added(self, x: mx.array, weights: mx.array, base: mx.array) -> mx.array:
+    def added(self, x: mx.array, weights: Weights, base: mx.array) -> mx.array:
         return mx.addmm(base, x.reshape(len(x), -1), weights.T)
 
-    def gated(self, x: mx.array, norm: Norm, weights: mx.array) -> mx.array:
+    def gated(self, x: mx.array, norm: Norm, weights: Weights) -> mx.array:
         x = mx.fast.rms_norm(x, norm.weights, norm.eps)
         gated: mx.array = SWIGLU(*mx.split(x @ weights.T, 2, axis=-1))
         return gated
 
     def heads(
-        self, x: mx.array, norm: Norm, weights: Projections, positions: mx.array, rope: Rope
+        self, x: mx.array, norm: Norm, weights: Weights, positions: mx.array, rope: Rope
     ) -> tuple[mx.array, mx.array, mx.array]:
         x = mx.fast.rms_norm(x, norm.weights, norm.eps)
         rows = [(x @ it.T).reshape(len(x), -1, 1, rope.dim) for it in weights]
@@ -110,21 +173,21 @@ class PlainProducts:
         return queries, keys, rows[2]
 
 
-class CudaProducts:
+class CudaProducts(ArrayProducts):
     """See Products. Launches of one of these run one after the other: they share counters."""
 
     def __init__(self) -> None:
         self._plain = PlainProducts()
         self._counters: mx.array | None = None
 
-    def added(self, x: mx.array, weights: mx.array, base: mx.array) -> mx.array:
+    def added(self, x: mx.array, weights: Weights, base: mx.array) -> mx.array:
         rows, features = len(x), len(weights)
         if self.is_left(rows):
             return self._plain.added(x, weights, base)
         form, inputs = added_form(x.dtype), [x, weights, base]
         return self._run(form, inputs, weights.shape, [(rows, features)])[0]
 
-    def gated(self, x: mx.array, norm: Norm, weights: mx.array) -> mx.array:
+    def gated(self, x: mx.array, norm: Norm, weights: Weights) -> mx.array:
         rows, features = len(x), len(weights)
         if self.is_left(rows):
             return self._plain.gated(x, norm, weights)
@@ -133,7 +196,7 @@ class CudaProducts:
         return self._run(form, inputs, weights.shape, [(rows, features // 2)])[0]
 
     def heads(
-        self, x: mx.array, norm: Norm, weights: Projections, positions: mx.array, rope: Rope
+        self, x: mx.array, norm: Norm, weights: Weights, positions: mx.array, rope: Rope
     ) -> tuple[mx.array, mx.array, mx.array]:
         rows, size = len(x), (sum(len(it) for it in weights), weights[0].shape[1])
         if self.is_left(rows):
@@ -145,7 +208,7 @@ class CudaProducts:
         queries, keys, values = self._run(form, inputs, size, shapes)
         return queries, keys, values
 
-    @property
+    @cached_property
     def on_hopper(self) -> bool:
         return bool(mx.device_info().get("compute_capability_major") == HOPPER)
 

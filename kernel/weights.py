@@ -21,6 +21,7 @@ from .errors import ModelError
 from .gguf import GgufModel, read_gguf
 from .gguf_vocab import tokenizer_from_gguf
 from .hf import build_model, read_folder, read_tokenizer
+from .narrow import keep, narrow_of
 from .tensors import compare, digest_files, digest_json, parameters
 from .tokenizer import Tokenizer
 
@@ -111,6 +112,10 @@ def _from_gguf(path: Path, name: str) -> LoadedModel:
     if held.rope_factors is not None:
         _stretch_rope(path, model, held)
     model.load_weights(list(held.weights.items()))
+    if on_cpu():
+        modules = dict(model.named_modules())
+        for weight, numbers in held.narrow.items():
+            keep(modules[weight.removesuffix(".weight")], numbers)
     digests = {
         "weights": digest_files([path]),
         "tokenizer": _digest_vocab(held.metadata),
@@ -146,8 +151,12 @@ def _widened(model: Any, tell: Progress) -> Any:
             f"{memory / 2**30:.1f} GiB: they stay as they are, which is many times slower here"
         )
         return model
+    narrow = {name: found for name, it in model.named_modules() if (found := narrow_of(it))}
+    model.set_dtype(mx.float32)  # scales first: in a narrower type each weight would be rounded
     model = dequantize_model(model)
-    model.set_dtype(mx.float32)
+    for name, module in model.named_modules():
+        if name in narrow:
+            keep(module, narrow[name])
     return model
 
 

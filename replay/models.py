@@ -34,7 +34,8 @@ GPU_MARGIN = 0.5
 
 @frozen
 class Loaded:
-    """A tape's model. exact: device and BLAS are the recorded ones, so results must be equal.
+    """A tape's model. exact: device and BLAS are the recorded ones, so results must be equal, if
+    the kernels are, too (other_kernels).
 
     adapters: the model's; none before `add_adapters`, which goes by `given`.
     """
@@ -159,6 +160,15 @@ def kernel_for(header: Header, loaded: Loaded) -> Kernel:
         raise Unusable(f"the tape's model cannot be run: {error}") from error
     loaded.add_adapters(header)
     return kernel
+
+
+def other_kernels(header: Header, kernel: Kernel) -> str:
+    """In what the way to attend over pages is not the tape's; empty where it is."""
+    from kernel.model_kernel import GATHER
+
+    here = getattr(kernel, "attention", GATHER).split(":")[0]
+    tape = str(header.capabilities.get("attention", GATHER)).split(":")[0]
+    return "" if here == tape else f"attention here by {here}; the tape's by {tape}"
 
 
 def _layout(model: Any, header: Header) -> Layout:

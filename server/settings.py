@@ -22,7 +22,13 @@ from .policy import ADOPTS_MAX, OPENS_MAX, Policy, check
 from .values import MASK, Size, Texts, structure
 
 PREFIX = "MLXTAPE_"
-NOT_SETTINGS = ("MLXTAPE_BLAS", "MLXTAPE_CACHE", "MLXTAPE_CONFIG")
+NOT_SETTINGS = (
+    "MLXTAPE_BLAS",
+    "MLXTAPE_CACHE",
+    "MLXTAPE_CONFIG",
+    "MLXTAPE_CPU_KERNELS",
+    "MLXTAPE_CPU_THREADS",
+)
 """Variables that other parts read: the folder of fetched models, the TOML file's path."""
 
 GUARD_MODES = ("warn", "abort-request", "stop")

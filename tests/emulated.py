@@ -23,7 +23,7 @@ from kernel.attention_cuda import decode_body
 from kernel.drawing import Sampler
 from kernel.fastmath import LOG2E
 from kernel.kernel_text import SOURCE, TYPES
-from kernel.paged_attention import Layer, Shape
+from kernel.paged_attention import Layer, OnGpu, Shape
 from kernel.paged_plan import RowsPlan
 from kernel.product_forms import Source
 from kernel.products import CudaProducts, Products, Shapes
@@ -195,7 +195,7 @@ class EmulatedSampler:
         return Samples(tokens, chosen, margins)
 
 
-class EmulatedCuda:
+class EmulatedCuda(OnGpu):
     """CudaDialect, emulated. changes: to the source."""
 
     in_place = True
@@ -260,7 +260,7 @@ class EmulatedCuda:
         self._counters[:] = 0
 
 
-class EmulatedMetal:
+class EmulatedMetal(OnGpu):
     """MetalDialect, emulated."""
 
     in_place = False

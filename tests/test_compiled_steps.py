@@ -18,7 +18,7 @@ from kernel.forward import PackedCall
 from kernel.layout import look
 from kernel.metadata import build
 from kernel.model_kernel import ModelKernel
-from kernel.paged_attention import Layer, Shape
+from kernel.paged_attention import Layer, OnGpu, Shape
 from kernel.paged_plan import ITEM_INTS, RowsPlan
 from kernel.pages import Pages
 from kernel.split import body_and_head
@@ -31,7 +31,7 @@ from .paged import Book
 LAYERS = 3
 
 
-class InGraph:
+class InGraph(OnGpu):
     """A dialect of MLX's own operations: no attention, but all that a kernel is given matters."""
 
     in_place = True
@@ -111,7 +111,7 @@ def test_tables_that_outgrow_a_graph_get_another() -> None:
 
 
 def test_a_step_with_a_fetched_piece_is_built_anew(monkeypatch: Any) -> None:
-    monkeypatch.setattr("kernel.paged_attention.ROW_KEYS_MAX", 60)
+    monkeypatch.setattr("kernel.paged_attention.OnGpu.row_keys_max", 60)
     steps = Steps(InGraph())
     steps.step(1, 1)
     assert [steps.step(1, 1), steps.step(20, 1), steps.step(20, 1)] == [LAYERS] * 3

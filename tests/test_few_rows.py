@@ -75,7 +75,7 @@ def test_products_are_those_of_the_modules(
     emulated = EmulatedProducts()
     body, reason = few_rows.few_rows(made, emulated)
     assert (type(body), reason) == (FewRows, "")
-    assert emulated.calls == 4 * len(few_rows.CHECKED_ROWS)
+    assert emulated.calls == 4 * len(emulated.checked_rows)
 
 
 BROKEN: dict[str, Change] = {
@@ -101,7 +101,7 @@ BROKEN: dict[str, Change] = {
 
 @pytest.mark.parametrize("kind", BROKEN)
 def test_broken_products_are_left_alone(kind: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr(few_rows, "CHECKED_ROWS", (8,))
+    monkeypatch.setattr(products.ArrayProducts, "checked_rows", (8,))
     body, reason = few_rows.few_rows(model(), EmulatedProducts((BROKEN[kind],)))
     assert body is None
     assert "rows differ from the model's own by" in reason
@@ -164,7 +164,7 @@ def test_products_cut_in_any_way_are_those_of_mlx_and_leave_counters_at_zero(
     monkeypatch.setattr(products, "cut", lambda *_: evolve(way, norm_bytes=4096))
     monkeypatch.setattr(products, "NARROW_WEIGHTS", 0)
     emulated = EmulatedProducts()
-    assert far_from_plain(emulated, rows, width, tiles) < few_rows.TOLERANCE
+    assert far_from_plain(emulated, rows, width, tiles) < emulated.tolerance
     assert not emulated.counters.any()
 
 
@@ -319,7 +319,7 @@ def test_steps_of_few_rows_are_as_near_to_the_truth_as_those_of_the_modules() ->
 def test_of_a_long_piece_only_rows_that_are_looked_at_go_through_the_last_network(
     monkeypatch: Any,
 ) -> None:
-    monkeypatch.setattr("kernel.paged_attention.ROW_KEYS_MAX", 60)
+    monkeypatch.setattr("kernel.paged_attention.OnGpu.row_keys_max", 60)
     made = model()
     found = []
     for body in (None, FewRows(made, EmulatedProducts())):
@@ -352,7 +352,7 @@ def test_a_kernel_is_compiled_anew_where_a_file_of_it_has_changed(
 
 def test_without_hoppers_instructions_more_rows_are_left_to_mlx(monkeypatch: Any) -> None:
     assert (CudaProducts().is_left(8), CudaProducts().is_left(9)) == (False, True)
-    monkeypatch.setattr(few_rows, "CHECKED_ROWS", (9, 64))
+    monkeypatch.setattr(products.ArrayProducts, "checked_rows", (9, 64))
     assert FewRows(model(rope_scaling=LLAMA3), CudaProducts()).disagreement() == ""
     monkeypatch.setattr(mx, "device_info", lambda: {"compute_capability_major": 9})
     assert not CudaProducts().is_left(64)

@@ -11,6 +11,7 @@ from mlx_lm.models import llama
 from msgspec import structs
 
 from kernel.batch import Batch, BuildFailed, EvalFailed, Piece, StepResult
+from kernel.extension import Extension
 from kernel.families import groups_for, layer_shapes
 from kernel.model_kernel import ModelKernel
 from kernel.pages import block_bytes
@@ -80,6 +81,16 @@ class Served:
         return peak - self.kernel.pages_bytes - self._others_bytes
 
 
+@pytest.fixture(params=["gather", "tables"], autouse=True)
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What attends over the pages, and writes them."""
+    if request.param == "gather":
+        monkeypatch.setattr("kernel.paged_choice.extension", lambda: Extension(None))
+
+
+GATHER_ONLY = pytest.mark.parametrize("kernels", ["gather"], indirect=True)
+
+
 @pytest.fixture
 def served() -> Served:
     served = Served()
@@ -111,6 +122,7 @@ def test_steps_issued_before_the_last_is_read_copy_no_page_array(
     assert served.peak_over_pages() < LAYER_WORK_BYTES
 
 
+@GATHER_ONLY
 def test_a_page_array_that_somebody_holds_is_copied_under_lookahead(served: Served) -> None:
     """The control: the test above would see it."""
     held = served.kernel._pages._keys[0]
@@ -142,6 +154,7 @@ def _inverse(gate: mx.array, x: mx.array) -> mx.array:
     return x + broken.sum()
 
 
+@GATHER_ONLY
 def test_failed_builds_leave_pages_as_they_were_and_no_hold_on_them(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,6 +177,7 @@ def _again(sequence: Sequence) -> Piece:
     return Piece(sequence, sequence.tokens[-1:], samples=1)
 
 
+@GATHER_ONLY
 def test_a_failed_build_still_carries_out_its_block_copies(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from kernel import attention, fastmath, paged_attention, paged_choice
 from kernel.attention_cuda import warps_of
 from kernel.caches import PagedCache
 from kernel.context import StepContext
+from kernel.extension import Extension
 from kernel.forward import Forward
 from kernel.handles import HandleMisused
 from kernel.layout import look
@@ -202,7 +203,9 @@ def test_logits_through_tables_equal_those_of_dense_caches(
     emulated: Any, kind: str, monkeypatch: Any
 ) -> None:
     """Prompts in pieces of all lengths, beside rows that decode, and drafts that are verified."""
-    monkeypatch.setattr(paged_attention, "ROW_KEYS_MAX", 60)  # so that some pieces are fetched
+    monkeypatch.setattr(
+        paged_attention.OnGpu, "row_keys_max", 60
+    )  # so that some pieces are fetched
     model = tiny_llama(3, **MODELS[kind])
     dialect: Dialect = emulated()
     runner = Runner(model, num_blocks=64)
@@ -322,7 +325,8 @@ def test_heads_that_no_kernel_reads_are_served_by_the_gather() -> None:
     assert suited(model, look(model), 16, EmulatedCuda()) == (None, reason)
 
 
-def test_the_cpu_has_no_kernels_and_gives_no_reason() -> None:
+def test_a_processor_without_kernels_is_served_by_the_gather(monkeypatch: Any) -> None:
+    monkeypatch.setattr(paged_choice, "extension", lambda: Extension(None))
     model = tiny_llama(1)
     assert choose(model, look(model), 16) == (None, "")
     geometry = Geometry(block_size=4, groups=(Group(num_blocks=8),))

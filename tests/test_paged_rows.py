@@ -33,7 +33,7 @@ def test_no_row_is_read_from_pages_in_the_step_that_writes_it(shape: Any, monkey
     """The same step over pages that hold NaN where it writes, and over those that it has written:
     single rows, drafts and fetched pieces come out the same, to the last bit.
     """
-    monkeypatch.setattr(paged_attention, "ROW_KEYS_MAX", paged_check.FETCHED_KEYS)
+    monkeypatch.setattr(paged_attention.OnGpu, "row_keys_max", paged_check.FETCHED_KEYS)
     case = paged_check._case(shape, Group(), paged_check.PIECES, 7)
     pages = [paged_check._poisoned(it, case.filled) for it in (case.key_pages, case.value_pages)]
     layer = Layer(0, *pages, case.keys, case.values, case.sinks, case.codes)
@@ -63,7 +63,9 @@ def test_rows_of_8_bits_through_tables_give_what_the_gather_gives(
     layout = quantised(look(model), 8)
     dialect = emulated()
     assert suited(model, layout, 4, dialect) == (dialect, "")
-    monkeypatch.setattr(paged_attention, "ROW_KEYS_MAX", 60)  # so that some pieces are fetched
+    monkeypatch.setattr(
+        paged_attention.OnGpu, "row_keys_max", 60
+    )  # so that some pieces are fetched
     found = []
     for kernels in (None, dialect):
         runner = Runner(model, num_blocks=64, layout=layout)
@@ -82,9 +84,9 @@ def test_rows_of_8_bits_through_tables_give_what_the_gather_gives(
 
 
 def test_rows_of_4_bits_are_gathered_and_a_sentence_says_so(monkeypatch: Any) -> None:
-    monkeypatch.setattr("kernel.paged_choice.of_device", EmulatedCuda)
+    monkeypatch.setattr("kernel.paged_choice.of_device", lambda: (EmulatedCuda(), ""))
     model = wide_model()
-    reason = "kernels read rows of 8 bits through block tables, and no others"
+    reason = "no kernel reads rows of 4 bits through block tables here"
     assert choose(model, quantised(look(model), 4), 16) == (None, reason)
 
 

@@ -94,7 +94,7 @@ def layers() -> None:
     )
     for rows, context in LAYERS:
         case = LayerCase(rows, context)
-        dialect = of_device()
+        dialect, _ = of_device()
         asked = shape_of(case.layer, 32, case.scale)
         reason = disagreement(dialect, [(asked, case.geometry.groups[0])]) if dialect else "none"
         dense = call_us(case.dense(), case.queries)

@@ -1,0 +1,97 @@
+// Threads: the one pool that all of this extension's kernels share.
+//
+// A kernel is a few dozen microseconds, so a worker spins a little for the next one before it
+// sleeps: to be woken up costs as much as the kernel.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <cstdlib>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace mlxtape {
+
+inline void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#endif
+}
+
+class Pool {
+ public:
+  static Pool& shared() {
+    static Pool* pool = new Pool();  // never destroyed: workers outlive the interpreter
+    return *pool;
+  }
+
+  int threads() const { return workers_ + 1; }
+
+  // work(index) once for each index in [0, count), on any of the threads; returns when all are
+  // done. Never called from inside of work. While the workers are another caller's, it works alone.
+  template <class Work>
+  void run(long count, Work& work) {
+    std::unique_lock<std::mutex> mine(owner_, std::defer_lock);
+    if (count <= 1 || workers_ == 0 || !mine.try_lock()) {
+      for (long i = 0; i < count; i++) work(i);
+      return;
+    }
+    call_ = [](void* it, long index) { (*static_cast<Work*>(it))(index); };
+    work_ = &work;
+    count_ = count;
+    next_.store(0, std::memory_order_relaxed);
+    busy_.store(workers_, std::memory_order_relaxed);
+    turn_.fetch_add(1, std::memory_order_release);
+    turn_.notify_all();
+    take();
+    for (int spins = 0; busy_.load(std::memory_order_acquire) != 0;) {
+      if (++spins < kSpins) relax();
+      else std::this_thread::yield();
+    }
+  }
+
+ private:
+  static constexpr int kSpins = 4000;
+
+  Pool() {
+    long cores = std::thread::hardware_concurrency();
+    if (const char* asked = std::getenv("MLXTAPE_CPU_THREADS")) cores = std::atol(asked);
+    workers_ = cores > 1 ? static_cast<int>(cores) - 1 : 0;
+    for (int i = 0; i < workers_; i++) std::thread([this] { serve(); }).detach();
+  }
+
+  void serve() {
+    for (uint32_t seen = 0;;) {
+      int spins = 0;
+      while (turn_.load(std::memory_order_acquire) == seen) {
+        if (++spins < kSpins) relax();
+        else turn_.wait(seen, std::memory_order_acquire);
+      }
+      seen++;
+      take();
+      busy_.fetch_sub(1, std::memory_order_release);
+    }
+  }
+
+  void take() {
+    for (long i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count_;) call_(work_, i);
+  }
+
+  std::mutex owner_;
+  int workers_ = 0;
+  void (*call_)(void*, long) = nullptr;
+  void* work_ = nullptr;
+  long count_ = 0;
+  alignas(64) std::atomic<uint32_t> turn_{0};
+  alignas(64) std::atomic<long> next_{0};
+  alignas(64) std::atomic<int> busy_{0};
+};
+
+// work(index) for each index in [0, count), spread over the threads.
+template <class Work>
+void parallel(long count, Work&& work) {
+  Pool::shared().run(count, work);
+}
+
+}  // namespace mlxtape

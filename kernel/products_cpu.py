@@ -1,0 +1,88 @@
+"""Products with a layer's weights on the CPU, by native/: launches of them.
+
+Owns the form in which weights are kept: the narrowest that has the same numbers. MLX multiplies
+float32 there, so that a step reads four bytes a weight; these read the four or eight bits of a
+quantised file, or the two bytes of a bfloat16 one, and give the same float32 results up to the
+order of sums. They take along what stands beside a product in a layer, as those of CUDA do.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+
+from .narrow import kept
+from .products import Norm, Rope, Weights
+
+PART, TILE = 32, 16
+"""Widths and features are multiples of these."""
+QUICK_LEVEL = "amx"
+ROWS_MAX, ROWS_MAX_QUICK = 64, 1 << 20
+"""Beyond it MLX's library is quicker, where the processor has no unit for matrices."""
+
+
+class CpuProducts:
+    """See products.Products. x and results are float32."""
+
+    dtypes: tuple[mx.Dtype, ...] = (mx.float32,)
+    checked_rows: tuple[int, ...] = (1, 3, 8, 17, 64)
+    tolerance = 1e-4
+
+    def __init__(self, module: Any) -> None:
+        self._native = module
+        self.rows_max = ROWS_MAX_QUICK if module.level() == QUICK_LEVEL else ROWS_MAX
+
+    def takes(self, features: int, width: int) -> bool:
+        return width % PART == 0 and features % TILE == 0
+
+    def hold(self, linear: Any) -> Weights:
+        return self._packed(linear)
+
+    def hold_gates(self, gate: Any, other: Any) -> Weights:
+        return self._packed(gate, other)
+
+    def hold_projections(self, queries: Any, keys: Any, values: Any) -> Weights:
+        """And the features of each."""
+        each = (queries, keys, values)
+        return self._packed(*each), [len(it.weight) for it in each]
+
+    def hold_head(self, linear: Any) -> Weights | None:
+        plain = "bias" not in linear and linear.weight.dtype in self.dtypes
+        return self._packed(linear) if plain and self.takes(*linear.weight.shape) else None
+
+    def _packed(self, *linears: Any) -> Weights:
+        """The weights of layers, one after the other."""
+        weights, narrow = [it.weight for it in linears], [kept(it) for it in linears]
+        known = [it for it in narrow if it is not None]
+        if len(known) == len(weights) and len({it.form for it in known}) == 1:
+            group, bits = known[0].form
+            words = mx.concatenate([it.words for it in known])
+            scales = mx.concatenate([it.scales for it in known])
+            biases = mx.concatenate([it.biases for it in known])
+            return self._native.Weights.of_affine(words, scales, biases, bits, group)
+        whole = mx.concatenate(list(weights))
+        low = mx.bitwise_and(mx.view(whole, mx.uint32), 0xFFFF)
+        return self._native.Weights.of_floats(whole, not mx.any(low).item())
+
+    def multiplied(self, x: mx.array, weights: Weights) -> mx.array:
+        product: mx.array = self._native.multiplied(x, weights)
+        return product
+
+    def added(self, x: mx.array, weights: Weights, base: mx.array) -> mx.array:
+        summed: mx.array = self._native.added(x, weights, base)
+        return summed
+
+    def gated(self, x: mx.array, norm: Norm, weights: Weights) -> mx.array:
+        gated: mx.array = self._native.gated(x, norm.weights, norm.eps, weights)
+        return gated
+
+    def heads(
+        self, x: mx.array, norm: Norm, weights: Weights, positions: mx.array, rope: Rope
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        held, features = weights
+        counts = [it // rope.dim for it in features]
+        queries, keys, values = self._native.heads(
+            x, norm.weights, norm.eps, held, positions, rope.rates, counts, rope.traditional
+        )
+        return queries, keys, values

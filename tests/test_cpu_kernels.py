@@ -1,0 +1,283 @@
+"""Kernels for the CPU, compiled for this machine: products against float64, attention against the
+gather, and what happens where they cannot be had, or are broken.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from kernel import attention, extension, few_rows, narrow
+from kernel.attention_cpu import CpuDialect
+from kernel.extension import Extension
+from kernel.layout import look
+from kernel.model_kernel import ModelKernel
+from kernel.narrow import Narrow
+from kernel.paged_attention import Shape
+from kernel.paged_check import disagreement
+from kernel.paged_choice import choose
+from kernel.products_cpu import CpuProducts
+from kernel.tiny import tiny_llama
+from kernel.weights import load_model
+from statemachine.geometry import WINDOW, Geometry, Group
+
+ROWS = (1, 2, 5, 8, 9, 16, 17, 33, 100, 300)
+FEATURES, WIDTH = 176, 384
+GROUPS = (Group(), Group(WINDOW, 0, 50, 0), Group(WINDOW, 0, 30, 4))
+
+
+@pytest.fixture(scope="module")
+def native() -> Any:
+    found = extension.extension()
+    assert found.module is not None, found.reason
+    return found.module
+
+
+@pytest.fixture(autouse=True)
+def _dispatch() -> None:
+    attention.install()
+
+
+def affine(bits: int, group: int) -> tuple[Narrow, np.ndarray]:
+    """Quantised weights, and the numbers that they stand for."""
+    rng = np.random.default_rng(bits + group)
+    weights = mx.array(rng.standard_normal((FEATURES, WIDTH), np.float32))
+    held = Narrow(*mx.quantize(weights, group, bits), group, bits)
+    return held, np.array(held.widened(), np.float64)
+
+
+def exact(kind: str) -> tuple[Callable[[Any], Any], np.ndarray]:
+    """What packs weights of a kind, and these weights."""
+    if kind.startswith("affine"):
+        bits, group = map(int, kind.split()[1:])
+        held, numbers = affine(bits, group)
+        parts = (held.words, held.scales, held.biases, bits, group)
+        return lambda native: native.Weights.of_affine(*parts), numbers
+    rng = np.random.default_rng(0)
+    weights = mx.array(rng.standard_normal((FEATURES, WIDTH), np.float32))
+    if kind == "bfloat16":
+        weights = weights.astype(mx.bfloat16).astype(mx.float32)
+    pack = lambda native: native.Weights.of_floats(weights, kind == "bfloat16")  # noqa: E731
+    return pack, np.array(weights, np.float64)
+
+
+KINDS = ["affine 4 32", "affine 4 64", "affine 4 128", "affine 8 32", "affine 8 64"]
+KINDS += ["bfloat16", "float32"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_are_as_exact_as_those_of_float32(kind: str, native: Any) -> None:
+    pack, numbers = exact(kind)
+    weights = pack(native)
+    assert (weights.features, weights.width) == (FEATURES, WIDTH)
+    rng = np.random.default_rng(1)
+    for rows in ROWS:
+        # Numbers of all sizes in one row: a part that is dropped shows in small ones.
+        sizes = 10.0 ** rng.uniform(-3, 3, (rows, WIDTH))
+        x = (rng.standard_normal((rows, WIDTH)) * sizes).astype(np.float32)
+        right = x.astype(np.float64) @ numbers.T
+        lengths = np.linalg.norm(x, axis=1)[:, None] * np.linalg.norm(numbers, axis=1)
+        off = np.abs(np.array(native.multiplied(mx.array(x), weights)) - right) / lengths
+        assert off.max() < 5e-7, (kind, rows)
+
+
+def test_a_quantised_weight_takes_the_bytes_of_its_numbers_and_scales(native: Any) -> None:
+    held, _ = affine(4, 32)
+    weights = native.Weights.of_affine(held.words, held.scales, held.biases, 4, 32)
+    assert weights.nbytes < FEATURES * WIDTH * (4 + 64 / 32 + 0.5) / 8
+
+
+SHAPES = {
+    "3 heads share": ((3, 3), (64, 64), 16, False),
+    "unshared, sinks": ((2, 1), (32, 32), 16, True),
+    "7 heads share, blocks of 7": ((1, 7), (96, 96), 7, False),
+    "narrower values": ((2, 4), (192, 128), 16, False),
+    "wide, blocks of 1": ((1, 2), (256, 256), 1, True),
+    "odd widths": ((2, 2), (40, 24), 16, True),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_attention_by_tables_is_the_gathers(name: str, native: Any) -> None:
+    heads, dims, size, sinks = SHAPES[name]
+    asked = Shape(mx.float32, size, *heads, *dims, dims[0] ** -0.5, sinks)
+    assert disagreement(CpuDialect(native), [(asked, group) for group in GROUPS]) == ""
+
+
+def test_a_model_of_these_kernels_says_so_and_makes_its_logits_by_them(native: Any) -> None:
+    model = tiny_llama(5, layers=2, heads=2, kv_heads=1, hidden=64)
+    geometry = Geometry(block_size=4, groups=(Group(num_blocks=8),))
+    kernel = ModelKernel(model, geometry)
+    assert kernel.attention == f"tables ({native.level()})"
+    body, reason = few_rows.few_rows(model, CpuProducts(native))
+    assert (body is None, reason) == (False, "")
+
+
+def test_products_that_are_wrong_are_left_alone(native: Any, monkeypatch: Any) -> None:
+    class Wrong(CpuProducts):
+        def added(self, x: mx.array, weights: Any, base: mx.array) -> mx.array:
+            return super().added(x, weights, base * 1.001)
+
+    model = tiny_llama(5, layers=1, heads=2, kv_heads=1, hidden=64)
+    body, reason = few_rows.few_rows(model, Wrong(native))
+    assert body is None
+    assert reason.startswith("products of 1 rows differ from the model's own by")
+
+
+def test_attention_that_is_wrong_is_left_to_the_gather(native: Any, monkeypatch: Any) -> None:
+    class Wrong(CpuDialect):
+        def decode(self, *given: Any) -> mx.array:
+            return super().decode(*given) * 1.01
+
+    monkeypatch.setattr("kernel.paged_choice.of_device", lambda: (Wrong(native), ""))
+    model = tiny_llama(1, layers=1, heads=2, kv_heads=1, hidden=32)
+    dialect, reason = choose(model, look(model), 16)
+    assert dialect is None
+    assert "attention differs from the gather's by 0.01 of a row" in reason
+
+
+def test_launches_of_several_threads_do_not_meet(native: Any) -> None:
+    pack, numbers = exact("affine 4 32")
+    weights, wrong = pack(native), []
+    x = np.random.default_rng(2).standard_normal((20, WIDTH)).astype(np.float32)
+
+    def work() -> None:
+        with mx.stream(mx.new_stream(mx.cpu)):
+            for _ in range(200):
+                got = np.array(native.multiplied(mx.array(x), weights))
+                if not np.allclose(got, x @ numbers.T, atol=1e-3):
+                    wrong.append(got)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for it in threads:
+        it.start()
+    for it in threads:
+        it.join()
+    assert wrong == []
+
+
+def test_what_is_not_float32_is_refused_by_a_sentence(native: Any) -> None:
+    pack, _ = exact("float32")
+    with pytest.raises(ValueError, match=r"^x has another dtype$"):
+        native.multiplied(mx.zeros((1, WIDTH), mx.float16), pack(native))
+    with pytest.raises(ValueError, match=r"^x is not as wide as the weights$"):
+        native.multiplied(mx.zeros((1, WIDTH + 1)), pack(native))
+    with pytest.raises(ValueError, match=r"^weights of this shape are not multiplied$"):
+        native.Weights.of_floats(mx.zeros((7, 33)), False)
+
+
+# The narrow numbers.
+
+
+def test_a_file_of_4_bits_is_multiplied_by_4_bits(native: Any, smollm2: Any) -> None:
+    layer = smollm2.model.layers[0].mlp
+    held = CpuProducts(native).hold_gates(layer.gate_proj, layer.up_proj)
+    assert (held.features, held.width) == (3072, 576)
+    assert held.nbytes < 3072 * 576 * 0.8
+    assert (
+        CpuProducts(native).hold_head(smollm2.model.model.embed_tokens).nbytes < 49152 * 576 * 1.3
+    )
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Any:
+    return load_model("smollm2-135m")
+
+
+def test_weights_that_changed_are_not_read_from_their_old_numbers(native: Any) -> None:
+    model = tiny_llama(5, layers=1, heads=2, kv_heads=1, hidden=64)
+    linear = model.layers[0].mlp.down_proj
+    held = Narrow(*mx.quantize(linear.weight, 32, 4), 32, 4)
+    linear.weight = held.widened()
+    narrow.keep(linear, held)
+    assert narrow.kept(linear) is held
+    wide = linear.weight.size * 4
+    assert CpuProducts(native).hold(linear).nbytes < wide / 4
+    linear.weight = linear.weight + mx.where(mx.arange(linear.weight.shape[1]) == 5, 1e-3, 0.0)
+    assert narrow.kept(linear) is None
+    assert CpuProducts(native).hold(linear).nbytes >= wide
+
+
+def test_numbers_that_are_bfloat16_take_two_bytes(native: Any) -> None:
+    model = tiny_llama(5, layers=1, heads=2, kv_heads=1, hidden=64)
+    linear = model.layers[0].mlp.down_proj
+    linear.weight = linear.weight.astype(mx.bfloat16).astype(mx.float32)
+    two = linear.weight.size * 2
+    assert two <= CpuProducts(native).hold(linear).nbytes < two * 1.2
+
+
+# Where there are none.
+
+
+def fresh(monkeypatch: Any, **environment: str) -> Extension:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    return extension.extension.__wrapped__()
+
+
+def test_the_switch_leaves_all_to_mlx_and_a_reason(monkeypatch: Any) -> None:
+    found = fresh(monkeypatch, MLXTAPE_CPU_KERNELS="off")
+    assert (found.module, found.reason) == (None, "MLXTAPE_CPU_KERNELS is off")
+    monkeypatch.setattr("kernel.paged_choice.extension", lambda: found)
+    model = tiny_llama(1)
+    geometry = Geometry(block_size=4, groups=(Group(num_blocks=8),))
+    assert ModelKernel(model, geometry).attention == "gather: MLXTAPE_CPU_KERNELS is off"
+
+
+def test_without_a_compiler_a_sentence_says_what_to_install(monkeypatch: Any) -> None:
+    found = fresh(monkeypatch, CXX="no-such-compiler")
+    reason = "kernels for this processor need g++: install it (Debian's g++)"
+    assert (found.module, found.reason) == (None, reason)
+
+
+def test_sources_that_do_not_compile_are_told_and_nothing_is_kept(
+    monkeypatch: Any, tmp_path: Path
+) -> None:
+    sources = tmp_path / "native"
+    shutil.copytree(extension.SOURCES, sources)
+    (sources / "threads.h").write_text("#error broken on purpose\n")
+    monkeypatch.setattr(extension, "SOURCES", sources)
+    found = fresh(monkeypatch, MLXTAPE_CACHE=str(tmp_path / "cache"))
+    assert found.module is None
+    assert found.reason.startswith("kernels for this processor do not compile: ")
+    assert "broken on purpose" in found.reason
+    assert list((tmp_path / "cache").rglob("*.so")) == []
+
+
+def test_what_was_compiled_is_used_again(monkeypatch: Any) -> None:
+    assert extension.extension().module is not None
+    monkeypatch.setattr(subprocess, "run", only_versions(subprocess.run))
+    assert fresh(monkeypatch).module is not None
+
+
+def only_versions(run: Callable[..., Any]) -> Callable[..., Any]:
+    def ran(command: list[str], **named: Any) -> Any:
+        assert command[1:] == ["--version"]
+        return run(command, **named)
+
+    return ran
+
+
+PROGRAM = """
+from kernel.blas import load_blas
+load_blas()
+from kernel.extension import extension
+print(extension().module.threads())
+"""
+
+
+def test_the_environment_says_how_many_threads_there_are() -> None:
+    environment = os.environ | {"MLXTAPE_CPU_THREADS": "3"}
+    command = [sys.executable, "-c", PROGRAM]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    assert done.stdout == "3\n"
