@@ -177,6 +177,8 @@ def few_rows(model: Any, products: Products | None) -> tuple[FewRows | None, str
     """
     if products is None:
         return None, ""
+    if reason := products.lacks(model):
+        return None, reason
     try:
         body = FewRows(model, products)
     except Unlike:

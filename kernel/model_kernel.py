@@ -42,6 +42,7 @@ from .forward import Forward, anchor, hidden_rows
 from .layout import Layout, look
 from .masks import Masks
 from .metadata import BadBatch, StepMetadata, build, last_tokens, pending_sources
+from .narrow_layers import quicken
 from .order import Order
 from .paged_attention import Dialect
 from .paged_choice import choose, not_shared
@@ -142,6 +143,8 @@ class ModelKernel:
         few, few_off = few_rows(model, products)
         sampler = None if dialect is None else dialect.sampler
         self._sampler, sampler_off = sampler_for(sampler, layout.vocab_size)
+        if few is None:
+            quicken(model)
         self._forward = Forward(model, layout, dialect=dialect, few_rows=few)
         anew = ""
         if dialect is not None and dialect.in_place:

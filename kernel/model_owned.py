@@ -35,6 +35,7 @@ from .errors import ModelError, describe
 from .masks import Masks
 from .metadata import BadBatch
 from .model_kernel import lacking
+from .narrow_layers import quicken
 from .owned_caches import OwnedCaches
 from .owned_probe import probe
 from .sampling import plan_samples, sample
@@ -93,6 +94,7 @@ class ModelOwnedKernel:
         if mx.default_device() == mx.Device(mx.cpu):
             fastmath.install()
             fastmath.turn_weights(model)
+            quicken(model)
         found = probe(model, check)
         self._counted, self._vocab = found.counted, found.logits.shape[-1]
         self._body, self._head = cut(

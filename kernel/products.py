@@ -78,6 +78,9 @@ class Products(Protocol):
     checked_rows: tuple[int, ...]
     tolerance: float
 
+    def lacks(self, model: Any) -> str:
+        """What is missing to hold the weights of a model; empty where nothing is."""
+
     def takes(self, features: int, width: int) -> bool:
         """Whether there are kernels for weights of these sizes."""
 
@@ -121,6 +124,9 @@ class ArrayProducts:
     """One number for each kernel that is compiled."""
     tolerance = 2e-2
     """Products are rounded to 8 bits here and there."""
+
+    def lacks(self, model: Any) -> str:
+        return ""
 
     def takes(self, features: int, width: int) -> bool:
         return width % PART == 0 and features % TILE == 0

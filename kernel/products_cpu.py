@@ -12,8 +12,10 @@ from typing import Any
 
 import mlx.core as mx
 
+from .machine import memory_bytes
 from .narrow import kept
 from .products import Norm, Rope, Weights
+from .tensors import parameters
 
 PART, TILE = 32, 16
 """Widths and features are multiples of these."""
@@ -33,6 +35,13 @@ class CpuProducts:
         self._native = module
         self.rows_max = ROWS_MAX_QUICK if module.level() == QUICK_LEVEL else ROWS_MAX
 
+    def lacks(self, model: Any) -> str:
+        """Why weights are not kept a second time; empty where there is room for half as much."""
+        total = sum(array.nbytes for _, array in parameters(model))
+        if total * 1.5 <= memory_bytes():
+            return ""
+        return "weights stay float32 alone, since memory has no room for narrow ones beside them"
+
     def takes(self, features: int, width: int) -> bool:
         return width % PART == 0 and features % TILE == 0
 
@@ -48,8 +57,17 @@ class CpuProducts:
         return self._packed(*each), [len(it.weight) for it in each]
 
     def hold_head(self, linear: Any) -> Weights | None:
-        plain = "bias" not in linear and linear.weight.dtype in self.dtypes
-        return self._packed(linear) if plain and self.takes(*linear.weight.shape) else None
+        return self._packed(linear) if "bias" not in linear and self._is_taken(linear) else None
+
+    def hold_narrow(self, layer: Any) -> Weights | None:
+        """Where there are kernels for its weights, and these are narrower than float32."""
+        if not self._is_taken(layer):
+            return None
+        held = self._packed(layer)
+        return held if held.nbytes < layer.weight.nbytes else None
+
+    def _is_taken(self, layer: Any) -> bool:
+        return layer.weight.dtype in self.dtypes and self.takes(*layer.weight.shape)
 
     def _packed(self, *linears: Any) -> Weights:
         """The weights of layers, one after the other."""

@@ -7,7 +7,6 @@ times slower there. On a GPU they keep their type. Never downloads anything but 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from .errors import ModelError
 from .gguf import GgufModel, read_gguf
 from .gguf_vocab import tokenizer_from_gguf
 from .hf import build_model, read_folder, read_tokenizer
+from .machine import memory_bytes, on_cpu
 from .narrow import keep, narrow_of
 from .tensors import compare, digest_files, digest_json, parameters
 from .tokenizer import Tokenizer
@@ -100,11 +100,6 @@ def _path_of(path_or_name: str, progress: Progress | None) -> Path:
     )
 
 
-def on_cpu() -> bool:
-    """Whether MLX computes on the CPU, so that weights should be float32."""
-    return bool(mx.default_device().type == mx.cpu)
-
-
 def _from_gguf(path: Path, name: str) -> LoadedModel:
     held = read_gguf(path, mx.float32 if on_cpu() else mx.float16)
     model = build_model(held.config)
@@ -154,15 +149,11 @@ def _widened(model: Any, tell: Progress) -> Any:
     narrow = {name: found for name, it in model.named_modules() if (found := narrow_of(it))}
     model.set_dtype(mx.float32)  # scales first: in a narrower type each weight would be rounded
     model = dequantize_model(model)
+    model.set_dtype(mx.float32)  # what has no scales of its own, in any other mode
     for name, module in model.named_modules():
         if name in narrow:
             keep(module, narrow[name])
     return model
-
-
-def memory_bytes() -> int:
-    """Memory of this machine."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _loaded(

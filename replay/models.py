@@ -104,7 +104,8 @@ def load(header: Header, options: Options) -> Loaded:
     try:
         blas = load_blas()
         from kernel.adapters import Adapters
-        from kernel.weights import load_model, on_cpu
+        from kernel.machine import on_cpu
+        from kernel.weights import load_model
 
         model = load_model(path, progress=options.tell)
     except KernelError as error:

@@ -19,7 +19,6 @@ load_blas()  # before anything imports mlx
 import mlx.core as mx  # noqa: E402
 from mlx_lm.utils import quantize_model  # noqa: E402
 
-from kernel import weights as loading  # noqa: E402
 from kernel.errors import ModelError  # noqa: E402
 from kernel.families import family_of  # noqa: E402
 from kernel.hf import build_model  # noqa: E402
@@ -89,7 +88,7 @@ def test_what_memory_does_not_hold_in_float32_stays_quantised_and_that_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = quantised(tmp_path / "toy", "qwen3", "affine", 4)
-    monkeypatch.setattr(loading, "memory_bytes", lambda: 1 << 18)
+    monkeypatch.setattr("kernel.weights.memory_bytes", lambda: 1 << 18)
     said: list[str] = []
     loaded = load_model(str(tmp_path / "toy"), progress=said.append)
     assert said == [

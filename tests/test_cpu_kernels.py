@@ -16,8 +16,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx.utils import tree_map
 
-from kernel import attention, extension, few_rows, narrow
+from kernel import attention, extension, few_rows, narrow, narrow_layers
 from kernel.attention_cpu import CpuDialect
 from kernel.extension import Extension
 from kernel.layout import look
@@ -216,6 +217,42 @@ def test_numbers_that_are_bfloat16_take_two_bytes(native: Any) -> None:
     assert two <= CpuProducts(native).hold(linear).nbytes < two * 1.2
 
 
+def narrow_model() -> Any:
+    """A llama whose numbers are bfloat16, with a bias in each layer's network."""
+    model = tiny_llama(5, layers=2, heads=2, kv_heads=1, hidden=64, vocab=160, tied=True)
+    model.update(tree_map(lambda it: it.astype(mx.bfloat16).astype(mx.float32), model.parameters()))
+    for layer in model.layers:
+        layer.mlp.down_proj.bias = mx.arange(64) / 64
+    return model
+
+
+def test_models_of_another_form_multiply_by_narrow_numbers_in_their_own_layers() -> None:
+    tokens = mx.array([[3, 1, 4, 1, 5]])
+    model = narrow_model()
+    wanted = np.array(model(tokens))
+    kernel = ModelKernel(model, Geometry(block_size=4, groups=(Group(num_blocks=8),)))
+    assert kernel.attention.startswith("tables")
+    kinds = [type(it).__name__ for _, it in model.named_modules()]
+    assert (kinds.count("NarrowLinear"), kinds.count("NarrowEmbedding")) == (2 * 7, 1)
+    assert kinds.count("Linear") == 0
+    np.testing.assert_allclose(np.array(model(tokens)), wanted, rtol=0, atol=1e-4)
+    assert narrow_layers.quicken(model) == 0
+
+
+def test_layers_whose_weights_are_float32_stay_as_they_are() -> None:
+    model = tiny_llama(5, layers=2, heads=2, kv_heads=1, hidden=64, vocab=160)
+    assert narrow_layers.quicken(model) == 0
+
+
+def test_without_room_for_narrow_numbers_all_is_left_to_mlx(monkeypatch: Any) -> None:
+    monkeypatch.setattr("kernel.products_cpu.memory_bytes", lambda: 1 << 16)
+    model = tiny_llama(5, layers=2, heads=2, kv_heads=1, hidden=64, vocab=160)
+    kernel = ModelKernel(model, Geometry(block_size=4, groups=(Group(num_blocks=8),)))
+    reason = "weights stay float32 alone, since memory has no room for narrow ones beside them"
+    assert kernel.attention.endswith(f"; {reason}")
+    assert [type(it).__name__ for _, it in model.named_modules()].count("NarrowLinear") == 0
+
+
 # Where there are none.
 
 
@@ -255,7 +292,7 @@ def test_sources_that_do_not_compile_are_told_and_nothing_is_kept(
 
 
 def test_what_was_compiled_is_used_again(monkeypatch: Any) -> None:
-    assert extension.extension().module is not None
+    assert fresh(monkeypatch).module is not None
     monkeypatch.setattr(subprocess, "run", only_versions(subprocess.run))
     assert fresh(monkeypatch).module is not None
 

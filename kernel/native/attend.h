@@ -36,21 +36,11 @@ namespace attention {
 constexpr int kItemInts = 12;
 constexpr long kTile = 64;       // keys that queries meet at a time
 constexpr long kFew = 8;         // queries that are scored key by key
-constexpr long kAtOnce = 96;     // queries that meet a tile at a time
-#ifndef MM
-#define MM 96
-#endif
-constexpr long kMany = MM;       // queries of a job, at most
-#ifndef FF
-#define FF 512
-#define MF 64
-#define KS 256
-#endif
-constexpr long kSplit = KS;     // keys of a job of few queries
-constexpr long kFewFloats = FF;  // of a key that a job of few queries reads, side by side
-constexpr long kManyFloats = MF;
+constexpr long kMany = 96;       // queries of a job, at most
+constexpr long kSplit = 256;     // keys of a job of few queries
+constexpr long kSideBySide = 512;  // numbers of a key that a job of few queries reads
 constexpr float kNever = -1e30f;  // the score of a key that is not seen
-constexpr float kLowest = -1e29f;  // a peak before any key: a key that is not seen weighs 0 even then
+constexpr float kLowest = -1e29f;  // a peak before any key: what is not seen weighs 0 even then
 
 struct Item {
   const int32_t* table;
@@ -296,46 +286,40 @@ class Walk {
   void meet_many(const Tile& tile) {
     // Rows before a tile's first key see nothing of it.
     long row = std::max(0L, tile.position + 1 - run_.rows->until);
+    long first = row * job_.heads, lane = first / kLanes * kLanes;
     bool all_see = run_.all_see(tile.position, tile.count);
-    for (long from = 0; from < queries_; from += kAtOnce)
-      if (from + kAtOnce > row * job_.heads) meet_some(tile, from, row * job_.heads, all_see);
-  }
-
-  // The queries from one on that a near cache holds, but for those before `first`.
-  void meet_some(const Tile& tile, long from, long first, bool all_see) {
-    long begin = std::max(from, first / kLanes * kLanes), end = std::min(stride_, from + kAtOnce);
-    float* scores = score_ - from;
-    for (long q = begin; q < end; q += kPanel * kLanes)
-      score_panel(query_ + q, stride_, tile.keys, tile.count, it_.key_dim, scores + q,
-                  kAtOnce, (end - q) / kLanes);
-    for (long q = begin; q < end; q += kLanes) {
-      if (!all_see) hide(tile, q, scores + q);
-      weigh_lanes(tile, q, scores + q);
+    for (long q = lane; q < stride_; q += kPanel * kLanes)
+      score_panel(query_ + q, stride_, tile.keys, tile.count, it_.key_dim, score_ + q,
+                  (stride_ - q) / kLanes);
+    for (long q = lane; q < stride_; q += kLanes) {
+      if (!all_see) hide(tile, q);
+      weigh_lanes(tile, q);
     }
-    begin = std::max(from, first);
-    mix_values({scores + begin, kAtOnce, 1}, tile.values, tile.count, mix_ + begin * it_.value_dim,
-               it_.value_dim, kept_ + begin, std::min(queries_, end) - begin);
+    mix_values({score_ + first, stride_, 1}, tile.values, tile.count,
+               mix_ + first * it_.value_dim, it_.value_dim, kept_ + first, queries_ - first);
   }
 
-  void hide(const Tile& tile, long lane, float* scores) {
+  void hide(const Tile& tile, long lane) {
     Ints until, live_from;
     std::memcpy(&until, until_ + lane, sizeof until);
     std::memcpy(&live_from, live_from_ + lane, sizeof live_from);
     int sink = static_cast<int>(run_.rows->sink);
-    for (long k = 0; k < tile.count; k++, scores += kAtOnce) {
+    for (long k = 0; k < tile.count; k++) {
       Ints at = static_cast<int>(tile.position + k) - Ints{};
       Ints seen = (at < until) & ((at >= live_from) | (at < sink));
+      float* scores = score_ + k * stride_ + lane;
       store(scores, seen ? load(scores) : spread(kNever));
     }
   }
 
   // Scores of a vector of queries become weights.
-  void weigh_lanes(const Tile& tile, long lane, float* scores) {
+  void weigh_lanes(const Tile& tile, long lane) {
+    float* scores = score_ + lane;
     Vector before = load(peak_ + lane), peak = before, sum{};
-    for (long k = 0; k < tile.count; k++) peak = larger(peak, load(scores + k * kAtOnce));
+    for (long k = 0; k < tile.count; k++) peak = larger(peak, load(scores + k * stride_));
     for (long k = 0; k < tile.count; k++) {
-      Vector weight = power2(load(scores + k * kAtOnce) - peak);
-      store(scores + k * kAtOnce, weight);
+      Vector weight = power2(load(scores + k * stride_) - peak);
+      store(scores + k * stride_, weight);
       sum += weight;
     }
     Vector kept = power2(before - peak);
@@ -391,7 +375,7 @@ inline void point(Tile& tile, const Attend& it, const Job& job, long key) {
 
 // K/V heads take turns at each tile, so that pages are read from end to end.
 inline void do_job(const Attend& it, const Job& job, Room& room, float* parts) {
-  long floats = Walk::floats(it, job), scores = kAtOnce * kTile;
+  long floats = Walk::floats(it, job), scores = rounded(job.queries(), kLanes) * kTile;
   float* memory = room.get(scores + floats * job.kv_heads);
   std::vector<Walk> walks;
   walks.reserve(job.kv_heads);
@@ -403,10 +387,9 @@ inline void do_job(const Attend& it, const Job& job, Room& room, float* parts) {
     at += tile.count;
     point(next, it, job, at);
     for (long head = 0; head < job.kv_heads; head++) {
-#if MODE
-      next.fetch(head * next.count / job.kv_heads, (head + 1) * next.count / job.kv_heads,
-                 it.key_dim * job.kv_heads, it.value_dim * job.kv_heads);
-#endif
+      if (job.few())
+        next.fetch(head * next.count / job.kv_heads, (head + 1) * next.count / job.kv_heads,
+                   it.key_dim * job.kv_heads, it.value_dim * job.kv_heads);
       walks[head].meet(tile);
       tile.move(it.key_dim, it.value_dim);
     }
@@ -449,7 +432,7 @@ struct Jobs {
     for (const Run& run : runs)
       for (long from = 0; from < it.shared; from += heads) {
         Job job{&run, 0, 1, from, std::min(heads, it.shared - from), 0, run.keys(), -1};
-        long side_by_side = std::max(1L, (job.few() ? kFewFloats : kManyFloats) / it.key_dim);
+        long side_by_side = job.few() ? std::max(1L, kSideBySide / it.key_dim) : 1;
         for (; job.kv_head < it.kv_heads; job.kv_head += job.kv_heads) {
           job.kv_heads = std::min(side_by_side, it.kv_heads - job.kv_head);
           add(job);

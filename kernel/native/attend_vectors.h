@@ -106,10 +106,10 @@ inline float sum_of(Vector x) {
 inline float power2_of(float x) { return power2(spread(x))[0]; }
 
 // Scores of KEYS keys and V vectors of queries, of the dims [from, end); added to what the dims
-// before gave. queries: [dim, stride]; scores: [KEYS, row].
+// before gave. queries: [dim, stride]; scores: [KEYS, stride].
 template <int KEYS, int V>
 inline void score_keys(const float* queries, long stride, const float* const* keys, long from,
-                       long end, float* scores, long row) {
+                       long end, float* scores) {
   const float* key[KEYS];
   Vector sums[KEYS][V];
 #pragma GCC unroll 8
@@ -133,26 +133,26 @@ inline void score_keys(const float* queries, long stride, const float* const* ke
   for (int k = 0; k < KEYS; k++) {
 #pragma GCC unroll 8
     for (int v = 0; v < V; v++) {
-      float* to = scores + k * row + v * kLanes;
+      float* to = scores + k * stride + v * kLanes;
       store(to, from == 0 ? sums[k][v] : load(to) + sums[k][v]);
     }
   }
 }
 
-// The same of all dims, for any number of keys, and `vectors` of at most kPanel. Pointers are there, and room
-// for scores, up to the next multiple of 2 * kKeys.
+// The same of all dims, for any number of keys, and `vectors` of at most kPanel. Pointers are
+// there, and room for scores, up to the next multiple of 2 * kKeys.
 template <int V = kPanel>
 inline void score_panel(const float* queries, long stride, const float* const* keys, long count,
-                        long dim, float* scores, long row, long vectors) {
+                        long dim, float* scores, long vectors) {
   if constexpr (V > 1) {
     if (vectors < V)
-      return score_panel<V - 1>(queries, stride, keys, count, dim, scores, row, vectors);
+      return score_panel<V - 1>(queries, stride, keys, count, dim, scores, vectors);
   }
   constexpr int KEYS = V * 2 <= kPanel ? kKeys * 2 : kKeys;
   for (long from = 0; from < dim; from += kDims)
     for (long k = 0; k < count; k += KEYS)
       score_keys<KEYS, V>(queries, stride, keys + k, from, std::min(dim, from + kDims),
-                          scores + k * row, row);
+                          scores + k * stride);
 }
 
 // W lanes of one in turn with W of the other: the halves of each such 2 * W are summed.
@@ -170,7 +170,8 @@ struct Scores { Vector of[Q]; };
 // Scores of kLanes keys, a lane a key, for Q queries [Q, stride]: a vector of products of each key,
 // then sums of the lanes of each, two vectors made one at a time.
 template <int W, int Q>
-[[gnu::always_inline]] inline Scores<Q> score_few(const float* queries, long stride, const float* const* keys, long dim) {
+[[gnu::always_inline]] inline Scores<Q> score_few(const float* queries, long stride,
+                                                  const float* const* keys, long dim) {
   Scores<Q> scores;
   if constexpr (W == kLanes) {
     for (int q = 0; q < Q; q++) scores.of[q] = Vector{};
