@@ -41,11 +41,14 @@ class Pool {
     work_ = &work;
     count_ = count;
     next_.store(0, std::memory_order_relaxed);
-    busy_.store(workers_, std::memory_order_relaxed);
-    turn_.fetch_add(1, std::memory_order_release);
-    turn_.notify_all();
+    left_.store(0, std::memory_order_relaxed);
+    uint64_t turn = (state_.load(std::memory_order_relaxed) >> kTurnBits) + 1;
+    state_.store(turn << kTurnBits | kOpen, std::memory_order_release);
+    state_.notify_all();
     take();
-    for (int spins = 0; busy_.load(std::memory_order_acquire) != 0;) {
+    // Whoever has not come by now has nothing to do, and may not even have a core.
+    uint64_t joined = state_.fetch_and(~kOpen, std::memory_order_acq_rel) & kJoined;
+    for (int spins = 0; left_.load(std::memory_order_acquire) != joined;) {
       if (++spins < kSpins) relax();
       else std::this_thread::yield();
     }
@@ -53,6 +56,9 @@ class Pool {
 
  private:
   static constexpr int kSpins = 4000;
+  // Of the state: a turn's number, whether workers may join it, and how many have.
+  static constexpr int kTurnBits = 32;
+  static constexpr uint64_t kOpen = uint64_t{1} << 31, kJoined = kOpen - 1;
 
   Pool() {
     long cores = std::thread::hardware_concurrency();
@@ -62,16 +68,25 @@ class Pool {
   }
 
   void serve() {
-    for (uint32_t seen = 0;;) {
-      int spins = 0;
-      while (turn_.load(std::memory_order_acquire) == seen) {
+    for (uint64_t seen = 0;;) {
+      uint64_t now = state_.load(std::memory_order_acquire);
+      for (int spins = 0; now >> kTurnBits == seen;) {
         if (++spins < kSpins) relax();
-        else turn_.wait(seen, std::memory_order_acquire);
+        else state_.wait(now, std::memory_order_acquire);
+        now = state_.load(std::memory_order_acquire);
       }
-      seen++;
+      seen = now >> kTurnBits;
+      if (!join(now)) continue;
       take();
-      busy_.fetch_sub(1, std::memory_order_release);
+      left_.fetch_add(1, std::memory_order_release);
     }
+  }
+
+  bool join(uint64_t now) {
+    uint64_t turn = now >> kTurnBits;
+    while (now & kOpen && now >> kTurnBits == turn)
+      if (state_.compare_exchange_weak(now, now + 1, std::memory_order_acq_rel)) return true;
+    return false;
   }
 
   void take() {
@@ -83,9 +98,9 @@ class Pool {
   void (*call_)(void*, long) = nullptr;
   void* work_ = nullptr;
   long count_ = 0;
-  alignas(64) std::atomic<uint32_t> turn_{0};
+  alignas(64) std::atomic<uint64_t> state_{0};
   alignas(64) std::atomic<long> next_{0};
-  alignas(64) std::atomic<int> busy_{0};
+  alignas(64) std::atomic<uint64_t> left_{0};
 };
 
 // work(index) for each index in [0, count), spread over the threads.
