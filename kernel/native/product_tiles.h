@@ -20,7 +20,7 @@ inline constexpr long kTileRows = 16;
 inline constexpr size_t kTile = 1024;               // bytes of a tile of weights
 inline constexpr long kParts = 3;                   // bfloat16 numbers that make a float32 number
 inline constexpr long kRowTiles = 4;                // tiles of rows that take a cell in turn
-inline constexpr size_t kKeptRows = 1 << 20;        // bytes of split rows to keep in the L2 cache
+inline constexpr size_t kKeptRows = 512 * 1024;       // bytes of split rows to keep in the L2 cache
 inline constexpr size_t kKeptWeights = 512 * 1024;  // and of a block's weights, unpacked
 
 // Linux lends the tiles to a process that asks for them.
@@ -56,30 +56,36 @@ struct Tiles {
 
 // Tiles 0 to 3 hold sums, one for each panel; 4 to 6 the parts of x, highest first; 7 weights.
 // Tile numbers are part of the instructions, and so have to be spelled out.
-#define MLXTAPE_TILE_PANEL(PANEL)                             \
-  struct Panel##PANEL {                                       \
-    static void clear() { _tile_zero(PANEL); }                \
-    static void store(void* to, size_t line) { _tile_stored(PANEL, to, line); } \
-    static void multiply(const uint8_t* weights) {            \
-      _tile_loadd(7, weights, 64);                            \
-      _tile_dpbf16ps(PANEL, 6, 7);                            \
-      _tile_dpbf16ps(PANEL, 5, 7);                            \
-      _tile_dpbf16ps(PANEL, 4, 7);                            \
-    }                                                         \
-    static void multiply_split(const uint8_t* weights) {      \
-      _tile_loadd(7, weights + 2 * kTile, 64);                \
-      _tile_dpbf16ps(PANEL, 4, 7);                            \
-      _tile_loadd(7, weights + kTile, 64);                    \
-      _tile_dpbf16ps(PANEL, 5, 7);                            \
-      _tile_dpbf16ps(PANEL, 4, 7);                            \
-      multiply(weights);                                      \
-    }                                                         \
+#define MLXTAPE_TILE_PANEL(PANEL)                                        \
+  struct Panel##PANEL {                                                  \
+    static void clear() { _tile_zero(PANEL); }                           \
+    static void store(void* to) { _tile_stored(PANEL, to, 64); }         \
+    template <long kPieces>                                              \
+    static void multiply(const uint8_t* weights) {                       \
+      if constexpr (kPieces == 3) {                                      \
+        _tile_loadd(7, weights + 2 * kTile, 64);                         \
+        _tile_dpbf16ps(PANEL, 4, 7);                                     \
+        _tile_loadd(7, weights + kTile, 64);                             \
+        _tile_dpbf16ps(PANEL, 5, 7);                                     \
+        _tile_dpbf16ps(PANEL, 4, 7);                                     \
+      }                                                                  \
+      _tile_loadd(7, weights, 64);                                       \
+      _tile_dpbf16ps(PANEL, 6, 7);                                       \
+      _tile_dpbf16ps(PANEL, 5, 7);                                       \
+      _tile_dpbf16ps(PANEL, 4, 7);                                       \
+    }                                                                    \
   }
 MLXTAPE_TILE_PANEL(0);
 MLXTAPE_TILE_PANEL(1);
 MLXTAPE_TILE_PANEL(2);
 MLXTAPE_TILE_PANEL(3);
 #undef MLXTAPE_TILE_PANEL
+
+inline void load_x(const uint8_t* x, size_t part) {
+  _tile_loadd(6, x + 2 * part, 64);
+  _tile_loadd(5, x + part, 64);
+  _tile_loadd(4, x, 64);
+}
 
 // work.operator()<Panel>(index) for the first kCount panels.
 template <int kCount, class Work>
@@ -182,54 +188,35 @@ struct TileCall {
   }
 };
 
-// Part of x's rows [row, row + tile rows) as tiles; rows past the end are zero.
-inline void split_rows(const TileCall& call, const float* x, long tile, uint8_t* to, float* sums) {
-  const long width = call.layout.width, row0 = tile * call.tile_rows;
-  uint8_t* parts = to + tile * call.steps() * kParts * call.x_bytes();
+// One tile of x's rows, in parts; rows past the end are zero.
+inline void split_rows(const TileCall& call, const float* x, long tile, uint8_t* parts) {
   const __m512i upper = _mm512_set_epi16(
       63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27, 25, 23, 21, 19,
       17, 15, 13, 11, 9, 7, 5, 3, 1);
-  for (long row = 0; row < call.tile_rows; row++) {
-    const bool real = row0 + row < call.rows;
-    const float* from = x + (row0 + row) * width;
-    for (long step = 0; step < call.steps(); step++) {
+  const long real_rows = std::min(call.tile_rows, call.rows - tile * call.tile_rows);
+  parts += tile * call.steps() * kParts * call.x_bytes();
+  for (long step = 0; step < call.steps(); step++, parts += kParts * call.x_bytes()) {
+    const float* from = x + tile * call.tile_rows * call.layout.width + step * kStep;
+    for (long row = 0; row < call.tile_rows; row++, from += call.layout.width) {
       Floats low = {}, high = {};
-      if (real) {
-        low = load<Floats>(from + step * kStep);
-        high = load<Floats>(from + step * kStep + kLanes);
-      }
-      uint8_t* line = parts + step * kParts * call.x_bytes() + row * 64;
-      for (long part = 0; part < kParts; part++, line += call.x_bytes()) {
-        _mm512_store_si512(line, _mm512_permutex2var_epi16(reinterpret_cast<__m512i>(low), upper,
-                                                           reinterpret_cast<__m512i>(high)));
-        low = rest_of(low), high = rest_of(high);
-      }
+      if (row < real_rows) low = load<Floats>(from), high = load<Floats>(from + kLanes);
+      for (long part = 0; part < kParts; part++, low = rest_of(low), high = rest_of(high))
+        _mm512_store_si512(parts + part * call.x_bytes() + row * 64,
+                           _mm512_permutex2var_epi16(reinterpret_cast<__m512i>(low), upper,
+                                                     reinterpret_cast<__m512i>(high)));
     }
-    if (sums == nullptr) continue;
-    const long groups = call.layout.groups, group = call.layout.group;
-    for (long i = 0; i < groups; i++)
-      sums[(tile * groups + i) * kTileRows + row] = real ? sum_of(from + i * group, group) : 0;
   }
 }
 
-// Sums in float32 of up to four tiles of rows and the panels of a block.
-template <int kCount>
-using Totals = Floats[kRowTiles][kTileRows][kCount];
-
-// Starts the products of one tile of rows with the panels' tiles of weights, over some steps.
-template <class Form, int kCount>
-inline void multiply_tiles(const uint8_t* x, size_t part, const uint8_t* weights, size_t step_bytes,
-                           long steps) {
-  each_panel<kCount>([&]<class Panel>(int) { Panel::clear(); });
-  for (long step = 0; step < steps; step++, x += kParts * part, weights += step_bytes) {
-    _tile_loadd(6, x + 2 * part, 64);
-    _tile_loadd(5, x + part, 64);
-    _tile_loadd(4, x, 64);
-    each_panel<kCount>([&]<class Panel>(int panel) {
-      const uint8_t* tile = weights + panel * Form::kPieces * kTile;
-      if constexpr (Form::kPieces == 1) Panel::multiply(tile);
-      else Panel::multiply_split(tile);
-    });
+inline void sum_rows(const TileCall& call, const float* x, long tile, float* sums) {
+  const long groups = call.layout.groups, row0 = tile * call.tile_rows;
+  const long rows = std::min(call.tile_rows, call.rows - row0);
+  sums += tile * groups * kTileRows;
+  std::memset(sums, 0, groups * kTileRows * sizeof(float));
+  for (long row = 0; row < rows; row++) {
+    const float* from = x + (row0 + row) * call.layout.width;
+    for (long group = 0; group < groups; group++, from += call.layout.group)
+      sums[group * kTileRows + row] = sum_of(from, call.layout.group);
   }
 }
 
@@ -246,132 +233,172 @@ struct TileTask {
   }
 };
 
-// Groups [first, first + Form::kCells) of the task's panels, as tiles.
+// Groups [first, first + Form::kCells) of one panel, as tiles.
 template <class Form, int kCount>
-inline void unpack_cells(const TileCall& call, const TileTask& task, long first) {
+inline void unpack_panel(const TileCall& call, const TileTask& task, long first, int panel) {
   const Layout& layout = call.layout;
   const long steps = layout.group / kStep, end = std::min(first + Form::kCells, layout.groups);
-  uint8_t* tiles = task.tiles_of(first, Form::kCells);
-  for (long group = first; group < end; group++, tiles += task.unpacked_bytes) {
-    for (int panel = 0; panel < kCount; panel++) {
-      const uint8_t* cell = task.cells + group * task.row_of_cells + panel * layout.cell_bytes;
-      prefetch(cell + kAhead, layout.cell_bytes);
-      for (long step = 0; step < steps; step++)
-        Form::unpack(cell + layout.scale_bytes + step * 4 * Form::kBytes,
-                     tiles + (step * kCount + panel) * Form::kPieces * kTile);
-    }
+  uint8_t* tiles = task.tiles_of(first, Form::kCells) + panel * Form::kPieces * kTile;
+  for (long group = first; group < end; group++) {
+    const uint8_t* cell = task.cells + group * task.row_of_cells + panel * layout.cell_bytes;
+    prefetch(cell + kAhead, layout.cell_bytes);
+    cell += layout.scale_bytes;
+    for (long step = 0; step < steps; step++, tiles += kCount * Form::kPieces * kTile)
+      Form::unpack(cell + step * 4 * Form::kBytes, tiles);
   }
   settle_memory(tiles);
 }
 
-// Sums that the tiles gave out, and the totals that they go to.
+// Sums that the tiles hold, and what becomes of them.
 template <int kCount>
-struct Given {
-  Floats (*totals)[kCount] = nullptr;
+struct Held {
+  Floats (*totals)[kTileRows] = nullptr;  // of each panel; none before the first sums
   const float* x_sums = nullptr;
   ScaleAndBias of[kCount];
 };
 
 template <class Form, int kCount>
-inline void read_scales(const TileCall& call, const uint8_t* cells, Given<kCount>& given) {
-  for (int panel = 0; panel < kCount; panel++)
-    given.of[panel] = scales_of<typename Form::Numbers>(call.scales,
-                                                        cells + panel * call.layout.cell_bytes);
+inline void read_scales(const TileCall& call, const uint8_t* cells, Held<kCount>& held, int panel) {
+  if constexpr (kIsAffine<typename Form::Numbers>)
+    held.of[panel] = scales_of<typename Form::Numbers>(call.scales,
+                                                       cells + panel * call.layout.cell_bytes);
 }
 
+// Adds one panel's sums to its totals.
 template <class Form, int kCount>
-inline void add_given(long rows, const uint8_t* next, const Floats (*sums)[kCount],
-                      const Given<kCount>& given) {
-  if (given.totals == nullptr) return;
-  const Given<kCount> from = given;  // a copy, so that scales stay in registers
-  for (long row = 0; row < rows; row++) {
-    for (long part = 0; part < kParts; part++) __builtin_prefetch(next + (part * rows + row) * 64);
-    Floats x_sum = {};
-    if constexpr (kIsAffine<typename Form::Numbers>) x_sum = spread(from.x_sums[row]);
+inline void add_sums(long rows, const Floats* sums, const Held<kCount>& held, int panel) {
+  Floats* totals = held.totals[panel];
+  if constexpr (kIsAffine<typename Form::Numbers>) {
+    const ScaleAndBias of = held.of[panel];
+    const float* x_sums = held.x_sums;
 #pragma GCC unroll 4
-    for (int panel = 0; panel < kCount; panel++) {
-      Floats& total = from.totals[row][panel];
-      const Floats sum = sums[row][panel];
-      if constexpr (kIsAffine<typename Form::Numbers>)
-        total = multiply_add(from.of[panel].scale, sum,
-                             multiply_add(from.of[panel].bias, x_sum, total));
-      else
-        total += sum;
-    }
+    for (long row = 0; row < rows; row++)
+      totals[row] = multiply_add(of.scale, sums[row],
+                                 multiply_add(of.bias, spread(x_sums[row]), totals[row]));
+  } else {
+#pragma GCC unroll 4
+    for (long row = 0; row < rows; row++) totals[row] += sums[row];
   }
 }
 
-// Tiles of rows [first, first + count) with all of the width. While the tiles multiply, the vector
-// units add up what the tiles gave before, and unpack what they need next.
+// The products of one tile of rows, over the steps of a chunk of the width: what the tiles held
+// before goes to its totals, and what they hold afterwards is left in them. Panels take turns:
+// while the tiles multiply for some, the vector units add up what another's tile held.
+template <class Form, int kCount, class After>
+inline void multiply_tile(const TileCall& call, const uint8_t* x, const uint8_t* weights,
+                          size_t step_bytes, long steps, const Held<kCount>& held,
+                          Floats (*sums)[kTileRows], After&& after_panel) {
+  const size_t part = call.x_bytes();
+  load_x(x, part);
+  each_panel<kCount>([&]<class Panel>(int panel) {
+    if (held.totals != nullptr) Panel::store(sums[panel]);
+    Panel::clear();
+    Panel::template multiply<Form::kPieces>(weights + panel * Form::kPieces * kTile);
+    if (held.totals != nullptr) add_sums<Form, kCount>(call.tile_rows, sums[panel], held, panel);
+    after_panel(panel);
+  });
+  for (long step = 1; step < steps; step++) {
+    load_x(x + step * kParts * part, part);
+    weights += step_bytes;
+    each_panel<kCount>([&]<class Panel>(int panel) {
+      Panel::template multiply<Form::kPieces>(weights + panel * Form::kPieces * kTile);
+    });
+  }
+}
+
+// Tiles of rows [first, first + count) with all of the width.
 template <class Form, int kCount>
 void multiply_row_tiles(const TileCall& call, const TileTask& task, long first, long count,
-                        bool fresh, Totals<kCount>& totals) {
+                        bool fresh, Floats (*totals)[kCount][kTileRows]) {
   const Layout& layout = call.layout;
   const long cell_steps = layout.group / kStep;
   const size_t step_bytes = Form::kAsTheyLie ? task.row_of_cells : kCount * Form::kPieces * kTile;
   const bool unpacks = !Form::kAsTheyLie && (fresh || !task.kept);
-  Floats sums[kTileRows][kCount];
-  Given<kCount> given;
-  if (unpacks) unpack_cells<Form, kCount>(call, task, 0);
+  Floats sums[kCount][kTileRows];
+  Held<kCount> held;
+  for (int panel = 0; panel < kCount && unpacks; panel++)
+    unpack_panel<Form, kCount>(call, task, 0, panel);
   for (long group = 0; group < layout.groups; group += Form::kCells) {
-    const long cells = std::min(Form::kCells, layout.groups - group);
-    const uint8_t* row_of_cells = task.cells + group * task.row_of_cells;
-    const uint8_t* weights = Form::kAsTheyLie ? row_of_cells : task.tiles_of(group, Form::kCells);
+    const long steps = std::min(Form::kCells, layout.groups - group) * cell_steps;
+    const uint8_t* cells = task.cells + group * task.row_of_cells;
+    const uint8_t* weights = Form::kAsTheyLie ? cells : task.tiles_of(group, Form::kCells);
     for (long tile = 0; tile < count; tile++) {
-      multiply_tiles<Form, kCount>(call.x_at(first + tile, group * cell_steps), call.x_bytes(),
-                                   weights, step_bytes, cells * cell_steps);
-      const uint8_t* next = tile + 1 < count ? call.x_at(first + tile + 1, group * cell_steps)
-                                             : call.x_at(first, (group + cells) * cell_steps);
-      add_given<Form, kCount>(call.tile_rows, next, sums, given);
-      if (unpacks && tile == 0) unpack_cells<Form, kCount>(call, task, group + Form::kCells);
-      each_panel<kCount>([&]<class Panel>(int panel) { Panel::store(&sums[0][panel], sizeof sums[0]); });
-      given.totals = totals[tile];
-      if constexpr (kIsAffine<typename Form::Numbers>) {
-        given.x_sums = call.sums + ((first + tile) * layout.groups + group) * kTileRows;
-        if (tile == 0) read_scales<Form, kCount>(call, row_of_cells, given);
-      }
+      multiply_tile<Form, kCount>(call, call.x_at(first + tile, group * cell_steps), weights,
+                                  step_bytes, steps, held, sums, [&](int panel) {
+        if (tile > 0) return;
+        read_scales<Form, kCount>(call, cells, held, panel);
+        if (unpacks) unpack_panel<Form, kCount>(call, task, group + Form::kCells, panel);
+      });
+      held.totals = totals[tile];
+      if constexpr (kIsAffine<typename Form::Numbers>)
+        held.x_sums = call.sums + ((first + tile) * layout.groups + group) * kTileRows;
     }
   }
-  add_given<Form, kCount>(call.tile_rows, call.x_at(first, 0), sums, given);
+  each_panel<kCount>([&]<class Panel>(int panel) {
+    Panel::store(sums[panel]);
+    add_sums<Form, kCount>(call.tile_rows, sums[panel], held, panel);
+  });
+}
+
+// One tile's totals, as rows of out.
+template <int kCount>
+inline void put_rows(const TileCall& call, long tile, const Floats (*totals)[kTileRows],
+                     float* out) {
+  const long row0 = tile * call.tile_rows, rows = std::min(call.tile_rows, call.rows - row0);
+  out += row0 * call.features;
+  for (long row = 0; row < rows; row++, out += call.features)
+    for (int panel = 0; panel < kCount; panel++)
+      std::memcpy(out + panel * kLanes, &totals[panel][row], 64);
 }
 
 template <class Form, int kCount>
-void multiply_block(const TileCall& call, long block, long panel, long first, long count) {
+void multiply_block(const TileCall& call, long block, long first, long count) {
   static thread_local Scratch scratch;
   const Layout& layout = call.layout;
   TileTask task;
-  task.cells = call.blob + layout.block_offset(block) + panel * layout.cell_bytes;
-  task.row_of_cells = layout.block_panels(block) * layout.cell_bytes;
+  task.cells = call.blob + layout.block_offset(block);
+  task.row_of_cells = kCount * layout.cell_bytes;
   task.unpacked_bytes = layout.group / kStep * kCount * Form::kPieces * kTile;
   task.kept = count > kRowTiles && task.unpacked_bytes * layout.groups <= kKeptWeights;
   if (!Form::kAsTheyLie)
-    task.unpacked = scratch.of(task.unpacked_bytes * (task.kept ? layout.groups : 2 * Form::kCells));
+    task.unpacked =
+        scratch.of(task.unpacked_bytes * (task.kept ? layout.groups : 2 * Form::kCells));
   const Tiles tiles(call.tile_rows);
-  float* out = call.out + (block * kPanels + panel) * kLanes;
+  float* out = call.out + block * kPanels * kLanes;
   for (long tile = first; tile < first + count; tile += kRowTiles) {
     const long some = std::min(kRowTiles, first + count - tile);
-    Totals<kCount> totals = {};
+    Floats totals[kRowTiles][kCount][kTileRows];
+    std::memset(totals, 0, some * sizeof totals[0]);
     multiply_row_tiles<Form, kCount>(call, task, tile, some, tile == first, totals);
-    const long row0 = tile * call.tile_rows, rows = std::min(some * call.tile_rows, call.rows - row0);
-    for (long row = 0; row < rows; row++)
-      std::memcpy(out + (row0 + row) * call.features,
-                  totals[row / call.tile_rows][row % call.tile_rows], kCount * 64);
+    for (long i = 0; i < some; i++) put_rows<kCount>(call, tile + i, totals[i], out);
   }
 }
 
+// A task is a block and as many tiles of rows as are kept.
 template <class Form>
 void multiply_by_tiles(const TileCall& call) {
-  for (long first = 0; first < call.row_tiles; first += call.kept_tiles) {
-    const long tiles = std::min(call.kept_tiles, call.row_tiles - first);
-    over_blocks(call.layout, [&](long block, long panel, long count) {
-      switch (count) {
-        case 1: multiply_block<Form, 1>(call, block, panel, first, tiles); break;
-        case 2: multiply_block<Form, 2>(call, block, panel, first, tiles); break;
-        case 3: multiply_block<Form, 3>(call, block, panel, first, tiles); break;
-        default: multiply_block<Form, 4>(call, block, panel, first, tiles);
-      }
-    });
-  }
+  const long blocks = call.layout.blocks;
+  const long turns = (call.row_tiles + call.kept_tiles - 1) / call.kept_tiles;
+  parallel(turns * blocks, [&](long index) {
+    const long block = index % blocks, first = index / blocks * call.kept_tiles;
+    const long count = std::min(call.kept_tiles, call.row_tiles - first);
+    switch (call.layout.block_panels(block)) {
+      case 1: multiply_block<Form, 1>(call, block, first, count); break;
+      case 2: multiply_block<Form, 2>(call, block, first, count); break;
+      case 3: multiply_block<Form, 3>(call, block, first, count); break;
+      default: multiply_block<Form, 4>(call, block, first, count);
+    }
+  });
+}
+
+// How many tiles of rows go through a block while its weights are kept: few enough that the rows
+// stay in the L2 cache, and that few blocks still make tasks for all threads.
+inline long tiles_to_keep(const TileCall& call) {
+  const long tile_bytes = call.steps() * kParts * call.x_bytes();
+  long tiles = std::min<long>(kKeptRows / tile_bytes, call.row_tiles);
+  if (call.layout.blocks < 8 * Pool::shared().threads())
+    tiles = std::min(tiles, call.row_tiles / Pool::shared().threads());
+  return std::max(tiles / kRowTiles, 1L) * kRowTiles;
 }
 
 inline void product_by_tiles(const Form& form, const uint8_t* blob, const float* x, long rows,
@@ -381,14 +408,17 @@ inline void product_by_tiles(const Form& form, const uint8_t* blob, const float*
   call.row_tiles = (rows + kTileRows - 1) / kTileRows;
   call.tile_rows = (rows + call.row_tiles - 1) / call.row_tiles;
   const size_t tile_bytes = call.steps() * kParts * call.x_bytes();
-  call.kept_tiles = std::max<long>(kKeptRows / tile_bytes / kRowTiles, 1) * kRowTiles;
+  call.kept_tiles = tiles_to_keep(call);
   const size_t x_bytes = call.row_tiles * tile_bytes;
   const long sums = form.kind == kAffine ? call.row_tiles * call.layout.groups * kTileRows : 0;
   uint8_t* split = scratch.of(x_bytes + sums * sizeof(float));
   float* x_sums = sums ? reinterpret_cast<float*>(split + x_bytes) : nullptr;
   call.x = split;
   call.sums = x_sums;
-  parallel(call.row_tiles, [&](long tile) { split_rows(call, x, tile, split, x_sums); });
+  parallel(call.row_tiles, [&](long tile) {
+    split_rows(call, x, tile, split);
+    if (x_sums != nullptr) sum_rows(call, x, tile, x_sums);
+  });
   if (form.kind == kFloat) multiply_by_tiles<FloatTiles>(call);
   else if (form.kind == kBfloat) multiply_by_tiles<BfloatTiles>(call);
   else if (form.bits == 8) multiply_by_tiles<ByteTiles>(call);

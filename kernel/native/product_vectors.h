@@ -108,10 +108,13 @@ inline ScaleAndBias scales_of(Scales kind, const uint8_t* cell) {
 inline float sum_of(const float* x, long count) {
   Floats sums = {};
   for (long i = 0; i < count; i += kLanes) sums += load<Floats>(x + i);
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps(sums);
+#else
   float total = 0;
-  for (long i = 0; i < kLanes / 4; i++)
-    total += (sums[i] + sums[i + 8]) + (sums[i + 4] + sums[i + 12]);
+  for (long i = 0; i < kLanes; i++) total += sums[i];
   return total;
+#endif
 }
 
 struct VectorCall {
