@@ -6,9 +6,9 @@ How data flows through a step:
       -> buckets.group_rows -> context.StepContext (the same as MLX arrays)
       -> forward.Forward: the mlx-lm model, called as its layout.Layout says: packed, its layers
          meet caches.PagedCache (writes into pages.Pages, returns handles) and attention.dispatch
-         (reads the pages through the tables, by a gather or by paged_attention's kernels: CUDA's and
-         Metal's from paged_source/, the CPU's from native/, compiled by extension); else gathered.GatheredCache, which returns arrays
-         and, of models with states, recurrent.StateCache (read from slots, put back at the end)
+         (reads the pages through the tables, by a gather or by paged_attention's kernels: CUDA's
+         and Metal's from paged_source/, the CPU's from native/, compiled by extension); else
+         gathered.GatheredCache, which returns arrays and, of models with states, recurrent.StateCache (read from slots, put back at the end)
       -> adjusting.adjusted (penalties, bias, grammar.Grammars' masks; only for rows that ask)
       -> sampling.sample -> tokens and fingerprints; telling.tell -> log-probabilities, scores,
          embeddings, for who asks: the only arrays that are evaluated

@@ -16,6 +16,11 @@ from statemachine.geometry import Geometry
 from statemachine.records import Observation, Parameters, ShadowReport
 from statemachine.sequence import Sequence
 
+GATHER = "gather"
+"""Pages are attended to by an array of the rows that are read, made with MLX's own operations; what
+a header says nothing of.
+"""
+
 
 class Piece(Struct, frozen=True):
     """One sequence's rows in a step.

@@ -31,7 +31,7 @@ from statemachine.records import Observation, ShadowReport
 from . import attention, fastmath, heap, rotations
 from .adapters import Adapters
 from .adjusting import adjusted, asked_of, plan_adjustments
-from .batch import Batch, BuildFailed, EvalFailed, StepResult
+from .batch import GATHER, Batch, BuildFailed, EvalFailed, StepResult
 from .block_arrays import block_spec, to_device, to_host
 from .block_io import BlockRows, TensorSpec
 from .drawing import sampler_for
@@ -51,9 +51,6 @@ from .sampling import plan_samples, sample
 from .shadow import EDGES, Shadow
 from .starting import Starter, settle
 from .telling import Telling, plan_telling, read, tell
-
-GATHER = "gather"
-"""Pages are attended to by an array of the rows that are read, made with MLX's own operations."""
 
 
 @frozen(eq=False)

@@ -165,7 +165,7 @@ def kernel_for(header: Header, loaded: Loaded) -> Kernel:
 
 def other_kernels(header: Header, kernel: Kernel) -> str:
     """In what the way to attend over pages is not the tape's; empty where it is."""
-    from kernel.model_kernel import GATHER
+    from kernel.batch import GATHER
 
     here = getattr(kernel, "attention", GATHER).split(":")[0]
     tape = str(header.capabilities.get("attention", GATHER)).split(":")[0]

@@ -150,7 +150,8 @@ def _make(
 
 def _attention(kernel: Kernel, tell: Progress) -> Flags:
     """For the tape's header: how pages are attended to, where this device has more than one way."""
-    from kernel.model_kernel import GATHER, ModelKernel
+    from kernel.batch import GATHER
+    from kernel.model_kernel import ModelKernel
 
     if not isinstance(kernel, ModelKernel) or kernel.attention == GATHER:
         return {}

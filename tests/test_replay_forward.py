@@ -23,7 +23,15 @@ from server.loop import Parts
 from server.policy import Policy
 from server.submission import Submission
 from statemachine.geometry import Geometry, Group
-from statemachine.records import Checkpoint, Gap, Parameters, Record, StepDone, StepFailed
+from statemachine.records import (
+    Checkpoint,
+    Gap,
+    Header,
+    Parameters,
+    Record,
+    StepDone,
+    StepFailed,
+)
 
 from .sim import TIGHT, MemoryCapture, Sim, header, prompts
 from .tampering import changed, first_step, with_item, write
@@ -208,15 +216,18 @@ def tiny() -> Any:
     return tiny_llama(seed=3)
 
 
+def tiny_kernel() -> Any:
+    tiny()
+    from kernel.model_kernel import ModelKernel
+
+    return ModelKernel(tiny(), Geometry(8, (Group("full", 24),)), sanitize="full", check=False)
+
+
 @functools.cache
 def tiny_records() -> tuple[Record, ...]:
     """Greedy and sampled requests over real pages, some with a shared prefix."""
-    from kernel.model_kernel import ModelKernel
-
-    tiny()
-    pool = Geometry(8, (Group("full", 24),))
-    capture = MemoryCapture()
-    kernel = ModelKernel(tiny(), pool, sanitize="full", check=False)
+    kernel, capture = tiny_kernel(), MemoryCapture()
+    pool = kernel.geometry
     head = structs.replace(
         header(pool, POLICY), device=models.device_name(), blas=load_blas(), layers=3
     )
@@ -237,6 +248,52 @@ def on_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = Loaded(SimpleNamespace(model=tiny(), tokenizer=None), True, 0.05, "")  # type: ignore[arg-type]
     monkeypatch.setattr(forward, "load", lambda *_: loaded)
     monkeypatch.setattr(reference, "load", lambda *_: loaded)
+
+
+@pytest.mark.usefixtures("on_tiny")
+def test_a_tape_of_other_kernels_is_compared_within_the_margin_and_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head, *rest = tiny_records()
+    assert isinstance(head, Header)
+    monkeypatch.setattr(forward, "kernel_for", lambda *_: Attending(tiny_kernel(), "tables (amx)"))
+    rules = {}
+    for tape in ({"attention": "tables (amx)"}, {"attention": "tables (avx512)"}, {}):
+        outcome = run(tmp_path, [structs.replace(head, capabilities=tape), *rest])
+        assert outcome.divergence is None
+        rules[tape.get("attention", "")] = outcome.figures["rule"]
+    other = "margin 0.05 (attention here by tables (amx); the tape's by {})"
+    assert rules == {
+        "tables (amx)": "equal bit for bit (same device and BLAS)",
+        "tables (avx512)": other.format("tables (avx512)"),
+        "": other.format("gather"),
+    }
+
+
+@pytest.mark.parametrize(("exact", "found"), [(True, OBSERVATION), (False, "")])
+def test_other_kernels_may_read_the_offset_another_number_of_times(
+    tmp_path: Path, on_fake: Any, exact: bool, found: str
+) -> None:
+    class Twice(FakeKernel):
+        def collect(self, ticket: Any) -> Any:
+            result = super().collect(ticket)
+            reads = tuple(2 * it for it in result.observation.offset_reads)
+            seen = structs.replace(result.observation, offset_reads=reads)
+            return structs.replace(result, observation=seen)
+
+    on_fake(Twice(TIGHT, end_token=7), exact=exact)
+    divergence = run(tmp_path, golden.records()).divergence
+    assert ("" if divergence is None else divergence.kind) == found
+
+
+class Attending:
+    """A kernel that says how it attends."""
+
+    def __init__(self, kernel: Any, attention: str) -> None:
+        self._kernel, self.attention = kernel, attention
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._kernel, name)
 
 
 @pytest.mark.usefixtures("on_tiny")
