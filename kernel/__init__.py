@@ -8,7 +8,8 @@ How data flows through a step:
          meet caches.PagedCache (writes into pages.Pages, returns handles) and attention.dispatch
          (reads the pages through the tables, by a gather or by paged_attention's kernels: CUDA's
          and Metal's from paged_source/, the CPU's from native/, compiled by extension); else
-         gathered.GatheredCache, which returns arrays and, of models with states, recurrent.StateCache (read from slots, put back at the end)
+         gathered.GatheredCache, which returns arrays and, of models with states,
+         recurrent.StateCache (read from slots, put back at the end)
       -> adjusting.adjusted (penalties, bias, grammar.Grammars' masks; only for rows that ask)
       -> sampling.sample -> tokens and fingerprints; telling.tell -> log-probabilities, scores,
          embeddings, for who asks: the only arrays that are evaluated
