@@ -21,7 +21,8 @@ from pathlib import Path
 import httpx
 from attrs import define, field, frozen
 
-from tests.clients.environments import ROOT, environment, mkl_packages
+from kernel.extension import SWITCH
+from tests.clients.environments import ROOT, environment
 
 HERE = Path(__file__).parent
 PROJECT = HERE.parents[1]
@@ -97,15 +98,6 @@ def _installed(name: str, *installs: tuple[str, ...]) -> Callable[[], Path]:
     return prepare
 
 
-def _with_mkl() -> Path:
-    """This interpreter, to which oneMKL can be shown."""
-    try:
-        mkl_packages()
-    except (OSError, subprocess.SubprocessError) as error:
-        raise Unavailable(f"oneMKL could not be installed: {error}") from error
-    return Path(sys.executable)
-
-
 def _with_blas(module: str, *arguments: str) -> Callable[[Path, int, bool], list[str]]:
     def command(python: Path, port: int, _long: bool) -> list[str]:
         launch = [str(python), "-P", str(HERE / "launch_with_blas.py"), str(PROJECT), module]
@@ -129,18 +121,18 @@ FOLDER = str(ROOT / "bench-model")
 PEERS = [
     Peer(
         "mlxtape",
-        _with_mkl,
-        _ours(),
-        ("mlx", "mlx-lm", "mkl"),
-        MODEL,
-        variables=lambda: {"PYTHONPATH": str(mkl_packages())},
-    ),
-    Peer(
-        "mlxtape with OpenBLAS",
         lambda: Path(sys.executable),
         _ours(),
         ("mlx", "mlx-lm", "ngsolve-openblas"),
         MODEL,
+    ),
+    Peer(
+        "mlxtape by MLX's operations",
+        lambda: Path(sys.executable),
+        _ours(),
+        ("mlx", "mlx-lm", "ngsolve-openblas"),
+        MODEL,
+        variables=lambda: {SWITCH: "off"},
     ),
     Peer(
         "mlx_lm.server as installed",
