@@ -50,7 +50,7 @@ def plant(fault: Fault, path: Path, count: int = REQUESTS, share: float = 0.5) -
     steps = sorted(request.at for request in load.requests)
     begin_at = 0 if early else steps[int(len(steps) * share)]
     witness = Witness()
-    with ExitStack() as stack:
+    with real.attending(fault.load), ExitStack() as stack:
 
         def begin(step: int) -> None:
             if step >= begin_at and not witness.step:

@@ -80,7 +80,8 @@ class Load:
     flush_at: before these steps the prefix index is emptied. vocab: of the model. period: in every
     second eight positions the model says the same `period` tokens over and over; 0: nowhere. draft:
     a draft model guesses, and is wrong at each position that this divides; 0: there is none.
-    draft_blocks, draft_fail: of its pool, and of its steps.
+    draft_blocks, draft_fail: of its pool, and of its steps. tables: a real model attends by the
+    processor's kernels, not by the gather.
     """
 
     name: str
@@ -101,6 +102,7 @@ class Load:
     draft: int = 0
     draft_blocks: int = 64
     draft_fail: dict[int, Failure] = field(factory=dict)
+    tables: bool = False
 
     @property
     def draft_geometry(self) -> Geometry:

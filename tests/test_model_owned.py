@@ -292,6 +292,9 @@ class Breaking:
     def named_modules(self) -> Any:
         return self.inner.named_modules()
 
+    def parameters(self) -> Any:
+        return self.inner.parameters()
+
     def __call__(self, tokens: mx.array, cache: Any) -> mx.array:
         logits = self.inner(tokens, cache=cache)
         if self.fails == "build":

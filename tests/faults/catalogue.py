@@ -17,6 +17,7 @@ from . import (
     policy,
     queueing,
     states,
+    tables,
 )
 from .fault import Fault
 
@@ -35,6 +36,7 @@ ALL: tuple[Fault, ...] = (
     *kept.FAULTS.faults,
     *adapters.FAULTS.faults,
     *states.FAULTS.faults,
+    *tables.FAULTS.faults,
 )
 
 BY_NAME = {fault.name: fault for fault in ALL}

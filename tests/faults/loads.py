@@ -146,6 +146,8 @@ SMOL = Load(
     B16,
     kernel=SMOLLM2,
 )
+TINY_TABLES = evolve(MIXED, name="mixed, by tables", kernel=TINY, tables=True)
+SMOL_TABLES = evolve(SMOL, name="three prompts of SmolLM2, by tables", tables=True)
 
 # With a step in flight while the next is planned.
 LOOKING = structs.replace(POLICY, lookahead=True)

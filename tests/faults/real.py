@@ -13,9 +13,11 @@ import atexit
 import functools
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest import mock
 
 from msgspec import structs
 
@@ -25,7 +27,7 @@ from statemachine.geometry import Geometry
 from statemachine.records import FORMAT, AdapterUsed, Header
 
 from .adapters import write
-from .loads import PAGED, SMOLLM2, TINY, Load
+from .loads import FAKE, PAGED, SMOLLM2, TINY, Load
 
 if TYPE_CHECKING:
     from kernel.adapters import Adapters
@@ -138,6 +140,26 @@ def header(load: Load, pool: Geometry) -> Header:
     )
 
 
+@contextmanager
+def attending(load: Load) -> Iterator[None]:
+    """Kernels made inside of the block attend, and multiply, as a load's model does."""
+    if load.kernel == FAKE or load.tables:
+        yield
+        return
+    _blas()
+    from kernel import narrow_layers, paged_choice
+    from kernel.extension import Extension
+
+    def none() -> Extension:
+        return Extension(None)
+
+    with (
+        mock.patch.object(paged_choice, "extension", none),
+        mock.patch.object(narrow_layers, "extension", none),
+    ):
+        yield
+
+
 def parts(load: Load) -> Callable[[CaptureWriter], Parts]:
     """What makes the engine's parts over a real model."""
 
@@ -157,6 +179,10 @@ def parts(load: Load) -> Callable[[CaptureWriter], Parts]:
         else:
             kernel = ModelOwnedKernel(held.model, pool, check=False)
         head = header(load, pool)
+        if load.tables:
+            assert isinstance(kernel, ModelKernel)
+            told = {"attention": kernel.attention}
+            head = structs.replace(head, capabilities=head.capabilities | told)
         return Parts(kernel, load.policy, capture, head, vocab_size=held.vocab_size)
 
     return make

@@ -110,13 +110,12 @@ def record(
     if load.kernel != FAKE:
         real.model(load.kernel)  # loads MLX behind its BLAS, before a fault's target does
         make = real.parts(load)
-    if fault is None:
-        return loads.play(load, tape, begin, make)
-    with fault.active(seen):
+    with real.attending(load), nullcontext() if fault is None else fault.active(seen):
         return loads.play(load, tape, begin, make)
 
 
 def replay(load: Load, tape: Path, depth: str) -> Divergence | None:
     """The first divergence at a depth, None where there is none."""
     path = None if load.kernel == FAKE else real.path_of(load.kernel)
-    return run_replay(str(tape), Options(depth, model=path)).divergence
+    with real.attending(load):
+        return run_replay(str(tape), Options(depth, model=path)).divergence

@@ -34,6 +34,7 @@ LOADS: dict[str, Load] = {
     "mixed": loads.TINY_MIXED,
     "tight": loads.TINY_TIGHT,
     "ahead": loads.TINY_AHEAD,
+    "tables": evolve(loads.TINY_AHEAD, tables=True),
     "drafts": loads.TINY_DRAFTS,
     "forks": loads.TINY_FORKS,
     "states": evolve(loads.MIXED, kernel=loads.LFM2),
@@ -118,7 +119,8 @@ def replayed(name: str, tape: Path, depth: str) -> str:
         return ""
     options = Options(depth, model=real.path_of(LOADS[name].kernel))
     try:
-        found = run_replay(str(tape), options).divergence
+        with real.attending(LOADS[name]):
+            found = run_replay(str(tape), options).divergence
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "" if found is None else f"{found.kind} at step {found.step}: {found.summary}"
@@ -126,7 +128,8 @@ def replayed(name: str, tape: Path, depth: str) -> str:
 
 def _told(load: Load, tape: Path) -> Told:
     try:
-        played = play(load, tape, make=real.parts(load))
+        with real.attending(load):
+            played = play(load, tape, make=real.parts(load))
     except Exception as error:
         return Told(trouble=f"{type(error).__name__}: {error}")
     return Told(played.answers, played.reasons, played.error or played.failure)
