@@ -181,7 +181,7 @@ def test_a_large_tape_lies_beside_the_file(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_fault_in_a_layer_is_seen_with_the_model(tmp_path: Path) -> None:
-    fault = BY_NAME["plan-row-not-written"]
+    fault = BY_NAME["plan-table-of-the-first"]
     tape, file = tmp_path / "tape.log", tmp_path / "test_incident.py"
     record(fault.load, tape, fault, Witness())
     model = str(real.path_of(fault.load.kernel))
