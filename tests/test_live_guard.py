@@ -423,7 +423,7 @@ def test_a_real_model_with_a_known_bug_answers_with_an_error_and_not_with_what_i
         with pytest.raises(openai.InternalServerError, match="was found wrong at step 2"):
             served.ask("a question of some words", max_tokens=8)
         witness.step = 0
-        status = served.until(lambda now: now["held"] == 0)
+        status = served.until(lambda now: now["held"] == 0 and now["divergences"] == 4)
         metrics = httpx.get(served.server.url + "/metrics").text
     # The step in which it was found, and the one that was in flight behind it; both classes each.
     assert (status["divergences"], status["cached"]) == (4, 0)
