@@ -31,6 +31,7 @@ from .adapter_files import A, AdapterFiles, B, read_files, version_of
 from .batch import Piece
 from .errors import AdapterError
 from .metadata import BadBatch, Ints, Longs
+from .narrow_layers import NarrowLinear
 from .starting import settle
 
 TURNED = ("q_proj", "k_proj")
@@ -278,7 +279,8 @@ class Adapters:
 
 def _kind(layer: Any) -> Any:
     """A layer's class without adapters; models have subclasses that mean other things."""
-    return type(layer).__bases__[-1] if isinstance(layer, _Adapted) else type(layer)
+    kind = type(layer).__bases__[-1] if isinstance(layer, _Adapted) else type(layer)
+    return Linear if kind is NarrowLinear else kind
 
 
 def _dimensions(layer: Any) -> tuple[int, int]:

@@ -30,12 +30,12 @@ class CpuDialect:
     coded_bits: tuple[int, ...] = ()
     sampler: Sampler | None = None
 
-    def __init__(self, native: Any) -> None:
-        self._native = native
-        self.told = str(native.level())
+    def __init__(self, module: Any, name: str) -> None:
+        self._native = module
+        self.native = name
         self._no_sinks = mx.zeros((0,))
         mx.eval(self._no_sinks)
-        self.products: Products | None = CpuProducts(native)
+        self.products: Products | None = CpuProducts(module)
 
     def decode(
         self, shape: Shape, plan: mx.array, counts: RowsPlan, queries: mx.array, layer: Layer

@@ -181,12 +181,11 @@ def few_rows(model: Any, products: Products | None) -> tuple[FewRows | None, str
         return None, reason
     try:
         body = FewRows(model, products)
+        reason = body.disagreement()
     except Unlike:
         return None, ""
-    try:
-        reason = body.disagreement()
     except Exception as error:  # a kernel that does not compile, say
-        reason = describe(error)
+        return None, describe(error)
     return (None, reason) if reason else (body, "")
 
 

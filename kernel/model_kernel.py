@@ -140,13 +140,18 @@ class ModelKernel:
         few, few_off = few_rows(model, products)
         sampler = None if dialect is None else dialect.sampler
         self._sampler, sampler_off = sampler_for(sampler, layout.vocab_size)
-        if few is None:
-            quicken(model)
+        self._native, native_off = quicken(model) if few is None else ("", "")
+        if dialect is not None and dialect.native:
+            self._native = dialect.native
+        if dialect is None:
+            self._tables_off = self._tables_off or native_off
+            native_off = ""
         self._forward = Forward(model, layout, dialect=dialect, few_rows=few)
         anew = ""
         if dialect is not None and dialect.in_place:
             anew = not_shared(self._forward, layout, geometry.block_size)
-        self._left_out = tuple(filter(None, (few_off, sampler_off, anew)))
+        left_out = dict.fromkeys((few_off, native_off, sampler_off, anew))
+        self._left_out = tuple(filter(None, left_out))
         self._shadow = Shadow(geometry, sanitize)
         self._order = Order()
         self._newest = _Newest()
@@ -165,9 +170,15 @@ class ModelKernel:
     def attention(self) -> str:
         """How pages are attended to: `tables` or GATHER, and why what else is not used here."""
         if self._dialect is not None:
-            told = f" ({self._dialect.told})" if self._dialect.told else ""
-            return "; ".join((f"tables{told}", *self._left_out))
+            level = self._dialect.native.partition(" ")[0]
+            return "; ".join((f"tables ({level})" if level else "tables", *self._left_out))
         return f"{GATHER}: {self._tables_off}" if self._tables_off else GATHER
+
+    @property
+    def computing(self) -> dict[str, str]:
+        """What decides about the bits of results beside device and BLAS, as headers say it."""
+        told = {} if self.attention == GATHER else {"attention": self.attention}
+        return told | ({"native": self._native} if self._native else {})
 
     @property
     def pages_bytes(self) -> int:

@@ -91,10 +91,11 @@ class ModelOwnedKernel:
         self._masks = masks
         self._adapters = adapters or Adapters(model)
         self._held: OwnedCaches | None = None
+        self._native = ""
         if mx.default_device() == mx.Device(mx.cpu):
             fastmath.install()
             fastmath.turn_weights(model)
-            quicken(model)
+            self._native, _ = quicken(model)
         found = probe(model, check)
         self._counted, self._vocab = found.counted, found.logits.shape[-1]
         self._body, self._head = cut(
@@ -104,6 +105,11 @@ class ModelOwnedKernel:
     @property
     def geometry(self) -> Geometry:
         return self._geometry
+
+    @property
+    def computing(self) -> dict[str, str]:
+        """As ModelKernel's."""
+        return {"native": self._native} if self._native else {}
 
     @property
     def cannot(self) -> Mapping[str, str]:

@@ -43,34 +43,50 @@ class NarrowEmbedding(Embedding):
         return x @ self.weight.T if product is None else product
 
 
+HEAD = "lm_head"
 _NARROW: dict[Any, Any] = {Linear: NarrowLinear, Embedding: NarrowEmbedding}
 
 
-def quicken(model: Any) -> int:
-    """Have a model's layers multiply so, on a CPU that there are kernels for; returns how many do.
-    Calling it again changes nothing.
+def quicken(model: Any) -> tuple[str, str]:
+    """Have a model's layers multiply so, on a CPU that there are kernels for: the kernels' name, if
+    any does, and why none does where one might expect it. Calling it again changes nothing.
     """
-    native = extension().module if on_cpu() else None
-    if native is None:
-        return 0
-    products = CpuProducts(native)
-    if products.lacks(model):
-        return 0
-    return narrow_layers(model, products)
-
-
-def narrow_layers(model: Any, products: CpuProducts) -> int:
-    """The same, with these products."""
-    count = 0
-    for _, module in model.named_modules():
-        if type(module) not in _NARROW or module.weight.ndim != 2:
+    if not on_cpu():
+        return "", ""
+    found = extension()
+    if found.module is None:
+        return "", found.reason
+    products = CpuProducts(found.module)
+    if reason := products.lacks(model):
+        return "", reason
+    modules = model.named_modules()
+    has_head = any(name.rpartition(".")[2] == HEAD for name, _ in modules)
+    for _, module in modules:
+        # Logits come from an embedding only where there is no layer for them.
+        asked = type(module) is Linear or (type(module) is Embedding and not has_head)
+        held = products.hold_narrow(module) if asked else None
+        if held is None:
             continue
-        held = products.hold_narrow(module)
-        if held is not None:
-            module._products, module._held = products, held
-            module.__class__ = _NARROW[type(module)]
-            count += 1
-    return count
+        wanted = _of_ones(module)
+        module._products, module._held = products, held
+        module.__class__ = _NARROW[type(module)]
+        if not mx.allclose(_of_ones(module), wanted, rtol=1e-4, atol=1e-4 * _longest(wanted)):
+            module.__class__ = type(module).__bases__[0]
+            return "", "a layer's product with narrow numbers is not that with its weights"
+    any_does = any(type(it) in _NARROW.values() for _, it in model.named_modules())
+    return (found.name if any_does else ""), ""
+
+
+def _of_ones(module: Any) -> mx.array:
+    """What a layer makes of a row of ones."""
+    ones = mx.ones((1, module.weight.shape[1]))
+    call: Any = module.as_linear if isinstance(module, Embedding) else module
+    made: mx.array = call(ones)
+    return made
+
+
+def _longest(row: mx.array) -> float:
+    return float(mx.abs(row).max())
 
 
 def _multiplied(module: NarrowLinear | NarrowEmbedding, x: mx.array) -> mx.array | None:
@@ -78,4 +94,5 @@ def _multiplied(module: NarrowLinear | NarrowEmbedding, x: mx.array) -> mx.array
     products, width = module._products, module._held.width
     if x.dtype not in products.dtypes or x.size > products.rows_max * width:
         return None
-    return products.multiplied(x, module._held).reshape(*x.shape[:-1], -1)
+    rows = products.multiplied(x.reshape(-1, width), module._held)
+    return rows.reshape(*x.shape[:-1], -1)

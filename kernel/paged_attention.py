@@ -116,10 +116,8 @@ class Layer:
 class Dialect(Protocol):
     """Kernels of one kind of device."""
 
-    told: str
-    """What else than the device decides about the bits of results, such as a processor's
-    instructions.
-    """
+    native: str
+    """Of kernels that were compiled here, their name: a processor's instructions, and a digest."""
     in_place: bool
     blocks: int
     """How many keep the device busy."""
@@ -155,7 +153,7 @@ class Dialect(Protocol):
 class OnGpu:
     """What dialects of GPUs have in common."""
 
-    told = ""
+    native = ""
     row_keys_max = ROW_KEYS_MAX
     dtypes: tuple[mx.Dtype, ...] = DTYPES
     coded_bits: tuple[int, ...] = (8,)

@@ -22,12 +22,14 @@ from .batch import Batch, Piece
 from .context import StepContext
 from .errors import describe
 from .metadata import StepMetadata, build
-from .paged_attention import Dialect, Layer, Shape, StepTables
+from .paged_attention import ROW_KEYS_MAX, Dialect, Layer, Shape, StepTables
 from .pages import Codes, PageStep
 from .quantised import Code
 
 PIECES = ((0, 1), (15, 1), (16, 1), (33, 3), (1400, 1), (50, 12), (0, 20), (1, 1), (300, 2))
 """Rows before the step, and in it, of each sequence."""
+LONGER = ((0, 75), (210, 40))
+"""More of these, for a dialect that attends to all rows of a piece itself, in tiles."""
 WINDOW_MAX = 37
 FETCHED_KEYS = 256
 """Pieces of more than that many keys are fetched, where the dialect fetches."""
@@ -41,7 +43,8 @@ def disagreement(dialect: Dialect, asked: Iterable[tuple[Shape, Group]]) -> str:
     """Why these kernels must not be used; empty where they give what the gather gives."""
     for number, (shape, group) in enumerate(asked):
         try:
-            reason = _compared(dialect, shape, group, number)
+            reasons = (_compared(dialect, shape, group, number, it) for it in _limits(dialect))
+            reason = next(filter(None, reasons), "")
         except Exception as error:  # a kernel that does not compile, say
             reason = describe(error)
         dialect.reset()
@@ -65,8 +68,19 @@ class _Case:
     filled: np.ndarray
 
 
-def _compared(dialect: Dialect, shape: Shape, group: Group, seed: int) -> str:
-    case = _case(shape, group, PIECES, seed)
+def _limits(dialect: Dialect) -> tuple[int | None, ...]:
+    """What pieces may have of keys and still be attended row by row: few, so that some are fetched,
+    and the dialect's own where that is more than a GPU's.
+    """
+    few = FETCHED_KEYS if dialect.in_place else None
+    return (few,) if dialect.row_keys_max == ROW_KEYS_MAX else (few, None)
+
+
+def _compared(
+    dialect: Dialect, shape: Shape, group: Group, seed: int, row_keys_max: int | None
+) -> str:
+    pieces = PIECES if dialect.row_keys_max == ROW_KEYS_MAX else (*PIECES, *LONGER)
+    case = _case(shape, group, pieces, seed)
     context = StepContext(case.metadata)
     plain = PageStep([case.key_pages], [case.value_pages], (case.codes,))
     plain.write(0, context.write_index(0), case.keys, case.values)
@@ -77,8 +91,7 @@ def _compared(dialect: Dialect, shape: Shape, group: Group, seed: int) -> str:
     if not dialect.in_place:
         filled[case.metadata.slots[0]] = True
     pages = (_poisoned(before[0], filled), _poisoned(before[1], filled))
-    fewest = {"row_keys_max": FETCHED_KEYS} if dialect.in_place else {}
-    tables = StepTables(dialect, case.metadata, **fewest)
+    tables = StepTables(dialect, case.metadata, row_keys_max)
     layer = Layer(0, *pages, case.keys, case.values, case.sinks, case.codes)
     got = tables.attend(0, case.queries, layer, shape.scale)
     mx.eval(got, wanted)

@@ -35,7 +35,7 @@ def choose(model: Any, layout: Layout, block_size: int) -> tuple[Dialect | None,
     """The dialect to use, or None and why not; no reason where nobody would expect one."""
     dialect, reason = of_device()
     if dialect is None or not layout.way.packed:
-        return None, reason if layout.way.packed else ""
+        return None, reason
     coded = {code.bits for it in layout.shapes for code in it.codes or ()}
     if missing := coded - set(dialect.coded_bits):
         return None, f"no kernel reads rows of {min(missing)} bits through block tables here"
@@ -124,7 +124,9 @@ def of_device() -> tuple[Dialect | None, str]:
     """This device's kernels, unchecked; None where it has none, and why one might expect some."""
     if mx.default_device() == mx.Device(mx.cpu):
         found = extension()
-        return (None, found.reason) if found.module is None else (CpuDialect(found.module), "")
+        if found.module is None:
+            return None, found.reason
+        return CpuDialect(found.module, found.name), ""
     if mx.cuda.is_available():
         return CudaDialect(), ""
     return (MetalDialect(), "") if mx.metal.is_available() else (None, "")

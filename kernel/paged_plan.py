@@ -133,7 +133,9 @@ def plan_fetch(metadata: StepMetadata, group: int, piece: int) -> FetchPlan:
     if (live_from != low).any():
         index = np.arange(read)
         positions = np.where(index < sink, index, index - sink + low)
-        near = (positions >= live_from[:, None]) | (index < sink)
+        near = (positions >= live_from[:, None]) | (
+            positions < metadata.geometry.groups[group].sink
+        )
         mask = near & (positions < metadata.until[rows][:, None])
     return FetchPlan(np.concatenate([head, table]), read, mask)
 

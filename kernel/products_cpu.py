@@ -11,6 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 import mlx.core as mx
+from mlx.nn.layers.embedding import Embedding
+from mlx.nn.layers.linear import Linear
 
 from .machine import memory_bytes
 from .narrow import kept
@@ -36,9 +38,10 @@ class CpuProducts:
         self.rows_max = ROWS_MAX_QUICK if module.level() == QUICK_LEVEL else ROWS_MAX
 
     def lacks(self, model: Any) -> str:
-        """Why weights are not kept a second time; empty where there is room for half as much."""
-        total = sum(array.nbytes for _, array in parameters(model))
-        if total * 1.5 <= memory_bytes():
+        """Why weights are not kept a second time; empty where there is room for that."""
+        layers = [it for _, it in model.named_modules() if isinstance(it, (Linear, Embedding))]
+        more = sum(_narrow_bytes(it) for it in layers if self._is_taken(it))
+        if sum(array.nbytes for _, array in parameters(model)) + more <= memory_bytes():
             return ""
         return "weights stay float32 alone, since memory has no room for narrow ones beside them"
 
@@ -61,13 +64,12 @@ class CpuProducts:
 
     def hold_narrow(self, layer: Any) -> Weights | None:
         """Where there are kernels for its weights, and these are narrower than float32."""
-        if not self._is_taken(layer):
-            return None
-        held = self._packed(layer)
-        return held if held.nbytes < layer.weight.nbytes else None
+        narrow = self._is_taken(layer) and _narrow_bytes(layer) < layer.weight.nbytes
+        return self._packed(layer) if narrow else None
 
     def _is_taken(self, layer: Any) -> bool:
-        return layer.weight.dtype in self.dtypes and self.takes(*layer.weight.shape)
+        weight = layer.weight
+        return weight.dtype in self.dtypes and weight.ndim == 2 and self.takes(*weight.shape)
 
     def _packed(self, *linears: Any) -> Weights:
         """The weights of layers, one after the other."""
@@ -80,8 +82,7 @@ class CpuProducts:
             biases = mx.concatenate([it.biases for it in known])
             return self._native.Weights.of_affine(words, scales, biases, bits, group)
         whole = mx.concatenate(list(weights))
-        low = mx.bitwise_and(mx.view(whole, mx.uint32), 0xFFFF)
-        return self._native.Weights.of_floats(whole, not mx.any(low).item())
+        return self._native.Weights.of_floats(whole, _is_bfloat(whole))
 
     def multiplied(self, x: mx.array, weights: Weights) -> mx.array:
         product: mx.array = self._native.multiplied(x, weights)
@@ -104,3 +105,18 @@ class CpuProducts:
             x, norm.weights, norm.eps, held, positions, rope.rates, counts, rope.traditional
         )
         return queries, keys, values
+
+
+def _is_bfloat(weight: mx.array) -> bool:
+    """Whether float32 numbers are what bfloat16 holds."""
+    low = mx.bitwise_and(mx.view(weight, mx.uint32), 0xFFFF)
+    return not mx.any(low).item()
+
+
+def _narrow_bytes(layer: Any) -> int:
+    """What a layer's weights take a second time, as narrow as they are."""
+    size: int = layer.weight.size
+    narrow = kept(layer)
+    if narrow is not None:
+        return narrow.words.nbytes + narrow.scales.nbytes + narrow.biases.nbytes
+    return size * (2 if _is_bfloat(layer.weight) else 4)

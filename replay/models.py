@@ -7,6 +7,7 @@ Nothing here is imported before a depth asks for it; BLAS is loaded before MLX.
 from __future__ import annotations
 
 import platform
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
     from .run import Options
 
+KERNELS = {"attention": "attention", "native": "products"}
+"""What a header's entries are about."""
 CPU_MARGIN = 0.05
 """Scores of float32 arithmetic in another order differ by some 1e-4; this is far above."""
 GPU_MARGIN = 0.5
@@ -164,12 +167,16 @@ def kernel_for(header: Header, loaded: Loaded) -> Kernel:
 
 
 def other_kernels(header: Header, kernel: Kernel) -> str:
-    """In what the way to attend over pages is not the tape's; empty where it is."""
+    """In what the kernels that compute are not the tape's; empty where they are."""
     from kernel.batch import GATHER
 
-    here = getattr(kernel, "attention", GATHER).split(":")[0]
-    tape = str(header.capabilities.get("attention", GATHER)).split(":")[0]
-    return "" if here == tape else f"attention here by {here}; the tape's by {tape}"
+    here, tape = getattr(kernel, "computing", {}), header.capabilities
+    for name, none in (("attention", GATHER), ("native", "MLX's operations")):
+        # What stands behind it says what is left out, and why.
+        ways = [re.split("[:;]", str(it.get(name, none)))[0] for it in (here, tape)]
+        if ways[0] != ways[1]:
+            return f"{KERNELS[name]} here by {ways[0]}; the tape's by {ways[1]}"
+    return ""
 
 
 def _layout(model: Any, header: Header) -> Layout:

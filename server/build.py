@@ -119,7 +119,7 @@ def _make(
     draft = None
     if drafter is not None:
         draft = draft_parts(settings, drafter, loaded, pool, policy)
-    flags = flags | _attention(kernel, tell)
+    flags = flags | _computing(kernel, tell)
     shelf = Shelf(adapters)
     for text in settings.adapter:
         adapter, folder = named_path(text)
@@ -148,15 +148,19 @@ def _make(
     return parts, tokenizer
 
 
-def _attention(kernel: Kernel, tell: Progress) -> Flags:
-    """For the tape's header: how pages are attended to, where this device has more than one way."""
-    from kernel.batch import GATHER
+def _computing(kernel: Kernel, tell: Progress) -> Flags:
+    """For the tape's header: how pages are attended to, and by what is multiplied, where this
+    device has more than one way.
+    """
     from kernel.model_kernel import ModelKernel
+    from kernel.model_owned import ModelOwnedKernel
 
-    if not isinstance(kernel, ModelKernel) or kernel.attention == GATHER:
+    if not isinstance(kernel, (ModelKernel, ModelOwnedKernel)):
         return {}
-    tell(f"attention over pages by {kernel.attention}")
-    return {"attention": kernel.attention}
+    flags: Flags = dict(kernel.computing)
+    if "attention" in flags:
+        tell(f"attention over pages by {flags['attention']}")
+    return flags
 
 
 def _kept(settings: Settings, kernel: Kernel, header: Header) -> KeptBlocks | None:

@@ -97,7 +97,7 @@ def draft_parts(
         model=draft.model.name,
         digests=draft.model.digests,
         geometry=geometry,
-        capabilities=draft.flags,
+        capabilities={**draft.flags, **kernel.computing},
         layers=draft.model.layers,
         vocab_size=min(served.vocab_size, draft.model.vocab_size),
     )

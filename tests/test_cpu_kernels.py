@@ -9,7 +9,9 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import pytest
 from mlx.utils import tree_map
 
 from kernel import attention, extension, few_rows, narrow, narrow_layers
+from kernel.adapters import Adapters
 from kernel.attention_cpu import CpuDialect
 from kernel.extension import Extension
 from kernel.layout import look
@@ -31,6 +34,9 @@ from kernel.products_cpu import CpuProducts
 from kernel.tiny import tiny_llama
 from kernel.weights import load_model
 from statemachine.geometry import WINDOW, Geometry, Group
+
+from .lora import write_adapter
+from .test_checkpoints import quantised
 
 ROWS = (1, 2, 5, 8, 9, 16, 17, 33, 100, 300)
 FEATURES, WIDTH = 176, 384
@@ -112,7 +118,7 @@ SHAPES = {
 def test_attention_by_tables_is_the_gathers(name: str, native: Any) -> None:
     heads, dims, size, sinks = SHAPES[name]
     asked = Shape(mx.float32, size, *heads, *dims, dims[0] ** -0.5, sinks)
-    assert disagreement(CpuDialect(native), [(asked, group) for group in GROUPS]) == ""
+    assert disagreement(CpuDialect(native, "here"), [(asked, group) for group in GROUPS]) == ""
 
 
 def test_a_model_of_these_kernels_says_so_and_makes_its_logits_by_them(native: Any) -> None:
@@ -140,7 +146,7 @@ def test_attention_that_is_wrong_is_left_to_the_gather(native: Any, monkeypatch:
         def decode(self, *given: Any) -> mx.array:
             return super().decode(*given) * 1.01
 
-    monkeypatch.setattr("kernel.paged_choice.of_device", lambda: (Wrong(native), ""))
+    monkeypatch.setattr("kernel.paged_choice.of_device", lambda: (Wrong(native, "here"), ""))
     model = tiny_llama(1, layers=1, heads=2, kv_heads=1, hidden=32)
     dialect, reason = choose(model, look(model), 16)
     assert dialect is None
@@ -236,12 +242,12 @@ def test_models_of_another_form_multiply_by_narrow_numbers_in_their_own_layers()
     assert (kinds.count("NarrowLinear"), kinds.count("NarrowEmbedding")) == (2 * 7, 1)
     assert kinds.count("Linear") == 0
     np.testing.assert_allclose(np.array(model(tokens)), wanted, rtol=0, atol=1e-4)
-    assert narrow_layers.quicken(model) == 0
+    assert narrow_layers.quicken(model) == (extension.extension().name, "")
 
 
 def test_layers_whose_weights_are_float32_stay_as_they_are() -> None:
     model = tiny_llama(5, layers=2, heads=2, kv_heads=1, hidden=64, vocab=160)
-    assert narrow_layers.quicken(model) == 0
+    assert narrow_layers.quicken(model) == ("", "")
 
 
 def test_without_room_for_narrow_numbers_all_is_left_to_mlx(monkeypatch: Any) -> None:
@@ -259,7 +265,7 @@ def test_without_room_for_narrow_numbers_all_is_left_to_mlx(monkeypatch: Any) ->
 def fresh(monkeypatch: Any, **environment: str) -> Extension:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    return extension.extension.__wrapped__()
+    return extension.find()
 
 
 def test_the_switch_leaves_all_to_mlx_and_a_reason(monkeypatch: Any) -> None:
@@ -273,7 +279,7 @@ def test_the_switch_leaves_all_to_mlx_and_a_reason(monkeypatch: Any) -> None:
 
 def test_without_a_compiler_a_sentence_says_what_to_install(monkeypatch: Any) -> None:
     found = fresh(monkeypatch, CXX="no-such-compiler")
-    reason = "kernels for this processor need g++: install it (Debian's g++)"
+    reason = "kernels for this processor need a compiler: install no-such-compiler"
     assert (found.module, found.reason) == (None, reason)
 
 
@@ -294,10 +300,10 @@ def test_sources_that_do_not_compile_are_told_and_nothing_is_kept(
 def test_what_was_compiled_is_used_again(monkeypatch: Any) -> None:
     compiler = shutil.which("g++")
     assert compiler is not None
-    made = extension._built(compiler)
+    made = extension.built([compiler])
     written = made.stat().st_mtime_ns
     monkeypatch.setattr(subprocess, "run", only_versions(subprocess.run))
-    assert (extension._built(compiler), made.stat().st_mtime_ns) == (made, written)
+    assert (extension.built([compiler]), made.stat().st_mtime_ns) == (made, written)
 
 
 def only_versions(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -321,3 +327,129 @@ def test_the_environment_says_how_many_threads_there_are() -> None:
     command = [sys.executable, "-c", PROGRAM]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
     assert done.stdout == "3\n"
+
+
+# What keeps it from the engine.
+
+
+def test_kernels_to_which_arrays_are_not_mlx_s_are_left_alone(monkeypatch: Any) -> None:
+    class Stranger:
+        multiplied = None
+
+        class Weights:
+            @staticmethod
+            def of_floats(*_: Any) -> None:
+                raise TypeError("of_floats(): incompatible function arguments")
+
+    monkeypatch.setattr(extension, "_loaded", lambda _: Stranger)
+    found = fresh(monkeypatch)
+    assert found.module is None
+    assert found.reason == (
+        "kernels for this processor cannot be used: "
+        "TypeError: of_floats(): incompatible function arguments"
+    )
+
+
+@pytest.mark.parametrize("damage", ["cut", "emptied", "digest lost"])
+def test_a_library_that_is_not_whole_is_made_anew(
+    damage: str, monkeypatch: Any, tmp_path: Path
+) -> None:
+    good = extension.built(["g++"]).read_bytes()
+    made: list[str] = []
+
+    def compiled(command: list[str], **named: Any) -> Any:
+        if command[1:] == ["--version"]:
+            return subprocess.CompletedProcess(command, 0, b"a compiler")
+        made.append(command[-1])
+        Path(command[-1]).write_bytes(good)
+        return None
+
+    monkeypatch.setenv("MLXTAPE_CACHE", str(tmp_path))
+    monkeypatch.setattr(subprocess, "run", compiled)
+    kept = extension.built(["g++"])
+    assert extension.built(["g++"]) == kept
+    assert len(made) == 1
+    if damage == "digest lost":
+        kept.with_suffix(".sha256").unlink()
+    else:
+        kept.write_bytes(good[: len(good) // 2] if damage == "cut" else b"")
+    assert extension.built(["g++"]).read_bytes() == good
+    assert len(made) == 2
+
+
+@pytest.mark.parametrize("word", ["off", "OFF", "0", "no", "False"])
+def test_the_switch_is_off_in_any_of_the_usual_words(word: str, monkeypatch: Any) -> None:
+    assert fresh(monkeypatch, MLXTAPE_CPU_KERNELS=word).reason == "MLXTAPE_CPU_KERNELS is off"
+
+
+@pytest.mark.parametrize("asked", ["0", "-3", "abc", "", "1000"])
+def test_a_number_of_threads_that_is_none_is_told(asked: str, monkeypatch: Any) -> None:
+    reason = f"MLXTAPE_CPU_THREADS must be a whole number from 1 to 256, not {asked!r}"
+    assert fresh(monkeypatch, MLXTAPE_CPU_THREADS=asked).reason == reason
+
+
+def test_a_compiler_may_be_named_with_arguments(monkeypatch: Any) -> None:
+    command = extension._command(["ccache", "g++", "-O2"])
+    assert command[:3] == ["ccache", "g++", "-O2"]
+    found = fresh(monkeypatch, CXX="no-such-cache g++")
+    assert found.reason == "kernels for this processor need a compiler: install no-such-cache"
+
+
+def test_several_threads_that_ask_at_once_get_one_module(monkeypatch: Any) -> None:
+    monkeypatch.setattr(extension, "_found", [])
+    calls: list[int] = []
+
+    def slow() -> Extension:
+        calls.append(1)
+        time.sleep(0.05)
+        return Extension(None, "once")
+
+    monkeypatch.setattr(extension, "find", slow)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: extension.extension(), range(4)))
+    assert (len(calls), len({id(it) for it in found})) == (1, 1)
+
+
+def test_rows_of_long_pieces_that_are_wrong_are_seen_at_load(native: Any) -> None:
+    class Wrong(CpuDialect):
+        def decode(self, *given: Any) -> mx.array:
+            made = super().decode(*given)
+            # The last rows are those of a piece that a GPU would fetch for.
+            last = mx.arange(len(made)) >= len(made) - 5
+            return mx.where(last.reshape(-1, *[1] * (made.ndim - 1)), made * 3, made)
+
+    asked = Shape(mx.float32, 16, 2, 4, 64, 64, 0.125, False)
+    reason = disagreement(Wrong(native, "here"), [(asked, Group())])
+    assert "attention differs from the gather's by" in reason
+
+
+@pytest.mark.parametrize(("window", "sink"), [(1, 1), (3, 2), (8, 4), (16, 8)])
+def test_small_windows_with_sinks_are_attended_to(window: int, sink: int, native: Any) -> None:
+    asked = Shape(mx.float32, 16, 2, 2, 32, 32, 0.2, False)
+    group = Group(WINDOW, 0, window, sink)
+    assert disagreement(CpuDialect(native, "here"), [(asked, group)]) == ""
+
+
+def test_an_adapter_goes_on_a_layer_of_narrow_numbers(tmp_path: Path) -> None:
+    quantised(tmp_path / "toy", "qwen3", "affine", 4)
+    path = write_adapter(tmp_path / "style", tmp_path / "toy", seed=1)
+    loaded = load_model(str(tmp_path / "toy"))
+    assert narrow_layers.quicken(loaded.model)[0] == extension.extension().name
+    adapters = Adapters(loaded.model)
+    adapters.load("style", str(path))
+    assert [it.name for it in adapters.held] == ["style"]
+
+
+def test_inputs_of_the_wrong_size_are_refused(native: Any) -> None:
+    pack, _ = exact("float32")
+    weights, x = pack(native), mx.zeros((2, WIDTH))
+    for call in (
+        lambda: native.added(x, weights, mx.zeros((1,))),
+        lambda: native.gated(x, mx.zeros((3,)), 1e-5, weights),
+        lambda: native.multiplied(mx.zeros((4, WIDTH // 2)), weights),
+        lambda: native.Weights.of_affine(
+            mx.zeros((32, 8), mx.uint32), mx.zeros((2, 2)), mx.zeros((32, 2)), 4, 32
+        ),
+    ):
+        with pytest.raises(ValueError, match=r"size|wide"):
+            call()

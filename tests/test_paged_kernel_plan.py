@@ -128,6 +128,14 @@ def test_a_fetch_reads_the_sinks_and_then_the_live_rows() -> None:
         assert seen == [*range(4), *range(at - 19, at + 1)]
 
 
+def test_a_fetch_from_the_first_row_on_lets_later_rows_see_the_sinks() -> None:
+    metadata = step(Group(WINDOW, 40, window=3, sink=2), (0, 6, (3,)))
+    plan = plan_fetch(metadata, 0, 0)
+    assert plan.mask is not None
+    seen = [np.flatnonzero(row).tolist() for row in plan.mask]
+    assert seen == [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3, 4], [0, 1, 3, 4, 5]]
+
+
 def test_a_fetch_of_all_rows_needs_no_mask_of_its_own() -> None:
     metadata = step(Group(num_blocks=40), (10, 20, (4, 9)))
     plan = plan_fetch(metadata, 0, 0)

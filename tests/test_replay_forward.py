@@ -256,18 +256,36 @@ def test_a_tape_of_other_kernels_is_compared_within_the_margin_and_that_is_said(
 ) -> None:
     head, *rest = tiny_records()
     assert isinstance(head, Header)
-    monkeypatch.setattr(forward, "kernel_for", lambda *_: Attending(tiny_kernel(), "tables (amx)"))
-    rules = {}
-    for tape in ({"attention": "tables (amx)"}, {"attention": "tables (avx512)"}, {}):
-        outcome = run(tmp_path, [structs.replace(head, capabilities=tape), *rest])
+    here = {"attention": "tables (amx); more is left out", "native": "amx 12345678"}
+    monkeypatch.setattr(forward, "kernel_for", lambda *_: Computing(tiny_kernel(), here))
+
+    def rule(**told: str) -> object:
+        outcome = run(tmp_path, [structs.replace(head, capabilities=told), *rest])
         assert outcome.divergence is None
-        rules[tape.get("attention", "")] = outcome.figures["rule"]
-    other = "margin 0.05 (attention here by tables (amx); the tape's by {})"
-    assert rules == {
-        "tables (amx)": "equal bit for bit (same device and BLAS)",
-        "tables (avx512)": other.format("tables (avx512)"),
-        "": other.format("gather"),
-    }
+        return outcome.figures["rule"]
+
+    assert rule(attention="tables (amx); else", native="amx 12345678") == (
+        "equal bit for bit (same device and BLAS)"
+    )
+    assert rule(attention="tables (avx512)", native="avx512 12345678") == (
+        "margin 0.05 (attention here by tables (amx); the tape's by tables (avx512))"
+    )
+    assert rule(attention="tables (amx)", native="amx 87654321") == (
+        "margin 0.05 (products here by amx 12345678; the tape's by amx 87654321)"
+    )
+    assert rule() == "margin 0.05 (attention here by tables (amx); the tape's by gather)"
+
+
+@pytest.mark.usefixtures("on_tiny")
+def test_a_tape_of_a_gather_with_narrow_products_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head, *rest = tiny_records()
+    assert isinstance(head, Header)
+    monkeypatch.setattr(forward, "kernel_for", lambda *_: Computing(tiny_kernel(), {}))
+    told = structs.replace(head, capabilities={"native": "amx 12345678"})
+    rule = run(tmp_path, [told, *rest]).figures["rule"]
+    assert rule == "margin 0.05 (products here by MLX's operations; the tape's by amx 12345678)"
 
 
 @pytest.mark.parametrize(("exact", "found"), [(True, OBSERVATION), (False, "")])
@@ -286,11 +304,11 @@ def test_other_kernels_may_read_the_offset_another_number_of_times(
     assert ("" if divergence is None else divergence.kind) == found
 
 
-class Attending:
-    """A kernel that says how it attends."""
+class Computing:
+    """A kernel that says what it computes by."""
 
-    def __init__(self, kernel: Any, attention: str) -> None:
-        self._kernel, self.attention = kernel, attention
+    def __init__(self, kernel: Any, computing: dict[str, str]) -> None:
+        self._kernel, self.computing = kernel, computing
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._kernel, name)

@@ -1,8 +1,8 @@
 // The extension: what Python sees of this folder's kernels, as operations of MLX's graph.
 //
-// Owns no arithmetic but what stands beside a product in a layer (layer.h). Every operation is a
-// Launch: outputs are allocated as MLX comes to it, and the work runs on its stream's thread, in the
-// order of the graph. All arrays are float32 and stand row after row, but where a comment says so.
+// Owns no arithmetic. Every operation is a Launch: outputs are allocated as MLX comes to it, and
+// the work runs on its stream's thread, in the order of the graph. All arrays are float32 and stand
+// row after row, but where a comment says so.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
@@ -77,6 +77,11 @@ void check(const mx::array& array, mx::Dtype dtype, const char* what) {
   if (array.dtype() != dtype) throw std::invalid_argument(std::string(what) + " has another dtype");
 }
 
+void check_size(const mx::array& array, long size, const char* what) {
+  if (static_cast<long>(array.size()) != size)
+    throw std::invalid_argument(std::string(what) + " has another size");
+}
+
 // Weights [features, width] as products.h keeps them.
 struct Weights {
   Form form;
@@ -89,11 +94,13 @@ struct Weights {
     check(numbers, form.kind == kAffine ? mx::uint32 : mx::float32, "the numbers");
     for (mx::array* it : {&numbers, &scales, &biases}) *it = mx::contiguous(*it);
     mx::eval({numbers, scales, biases});
-    size_t bytes = packed_bytes(form);
-    auto* memory = static_cast<uint8_t*>(std::aligned_alloc(64, (bytes + 63) / 64 * 64));
+    // In lines: a dimension of an array has 31 bits.
+    size_t lines = (packed_bytes(form, scales.data<float>(), biases.data<float>()) + 63) / 64;
+    auto* memory = static_cast<uint8_t*>(std::aligned_alloc(64, lines * 64));
+    if (memory == nullptr) throw std::bad_alloc();
     mlxtape::pack(form, numbers.data<char>(), scales.data<float>(), biases.data<float>(), memory);
-    auto size = static_cast<mx::ShapeElem>(bytes);
-    return {form, mx::array(static_cast<void*>(memory), mx::Shape{size}, mx::uint8, std::free)};
+    mx::Shape shape{static_cast<mx::ShapeElem>(lines), 64};
+    return {form, mx::array(static_cast<void*>(memory), shape, mx::uint8, std::free)};
   }
 
   static Weights of_floats(const mx::array& numbers, bool narrow) {
@@ -105,17 +112,20 @@ struct Weights {
   static Weights of_affine(const mx::array& words, const mx::array& scales, const mx::array& biases,
                            int bits, int group) {
     long width = static_cast<long>(words.shape(1)) * 32 / bits;
-    check(scales, mx::float32, "the scales");
-    check(biases, mx::float32, "the biases");
+    for (const mx::array* it : {&scales, &biases}) {
+      check(*it, mx::float32, "scales and biases");
+      check_size(*it, words.shape(0) * width / group, "scales and biases");
+    }
     return pack(Form{kAffine, bits, group, words.shape(0), width}, words, scales, biases);
   }
 };
 
 mx::ShapeElem rows_of(const mx::array& x, const Weights& weights) {
   check(x, mx::float32, "x");
-  if (static_cast<long>(x.size()) % weights.form.width != 0)
+  long rows = x.ndim() == 0 ? 0 : x.shape(0);
+  if (static_cast<long>(x.size()) != rows * weights.form.width)
     throw std::invalid_argument("x is not as wide as the weights");
-  return static_cast<mx::ShapeElem>(x.size() / weights.form.width);
+  return static_cast<mx::ShapeElem>(rows);
 }
 
 mx::array multiplied(const mx::array& x, const Weights& weights) {
@@ -132,6 +142,7 @@ mx::array added(const mx::array& x, const Weights& weights, const mx::array& bas
   mx::ShapeElem rows = rows_of(x, weights), features = weights.form.features;
   Form form = weights.form;
   check(base, mx::float32, "the base");
+  check_size(base, static_cast<long>(rows) * features, "the base");
   return launch("Added", {x, weights.blob, base}, {{rows, features}},
                 [form, rows](const Pointers& in, const Pointers& out) {
                   auto* blob = reinterpret_cast<uint8_t*>(in[1]);
@@ -143,9 +154,11 @@ mx::array added(const mx::array& x, const Weights& weights, const mx::array& bas
 mx::array gated(const mx::array& x, const mx::array& norm, float eps, const Weights& weights) {
   mx::ShapeElem rows = rows_of(x, weights), features = weights.form.features;
   Form form = weights.form;
+  check(norm, mx::float32, "the norm");
+  check_size(norm, form.width, "the norm");
   return launch("Gated", {x, norm, weights.blob}, {{rows, features / 2}},
                 [form, rows, eps](const Pointers& in, const Pointers& out) {
-                  Scratch normed(rows * form.width), both(rows * form.features);
+                  Scratch normed(long{rows} * form.width), both(long{rows} * form.features);
                   auto* blob = reinterpret_cast<uint8_t*>(in[2]);
                   rms_norm(floats(in[0]), floats(in[1]), eps, rows, form.width, normed.data());
                   product(form, blob, normed.data(), rows, both.data());
@@ -158,13 +171,18 @@ std::vector<mx::array> heads(const mx::array& x, const mx::array& norm, float ep
                              const mx::array& rates, std::vector<int> counts, bool traditional) {
   mx::ShapeElem rows = rows_of(x, weights), dim = rates.size() * 2;
   Form form = weights.form;
+  check(norm, mx::float32, "the norm");
+  check_size(norm, form.width, "the norm");
   check(positions, mx::int32, "the positions");
+  check_size(positions, rows, "the positions");
+  if (counts.size() != 3 || (counts[0] + counts[1] + counts[2]) * long{dim} != form.features)
+    throw std::invalid_argument("heads do not add up to the weights");
   std::vector<mx::Shape> shapes;
   for (int count : counts) shapes.push_back({rows, count, 1, dim});
   Turn turn{dim, traditional};
   return launch("Heads", {x, norm, weights.blob, positions, rates}, shapes,
                 [=](const Pointers& in, const Pointers& out) {
-                  Scratch normed(rows * form.width), all(rows * form.features);
+                  Scratch normed(long{rows} * form.width), all(long{rows} * form.features);
                   auto* blob = reinterpret_cast<uint8_t*>(in[2]);
                   rms_norm(floats(in[0]), floats(in[1]), eps, rows, form.width, normed.data());
                   product(form, blob, normed.data(), rows, all.data());

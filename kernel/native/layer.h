@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <memory>
+#include <new>
 
 #include "threads.h"
 #include "vectors.h"
@@ -15,7 +16,9 @@ namespace mlxtape {
 class Scratch {
  public:
   explicit Scratch(long count)
-      : data_(static_cast<float*>(std::aligned_alloc(64, (count * 4 + 63) / 64 * 64))) {}
+      : data_(static_cast<float*>(std::aligned_alloc(64, (count * 4 + 63) / 64 * 64))) {
+    if (data_ == nullptr) throw std::bad_alloc();
+  }
   ~Scratch() { std::free(data_); }
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;

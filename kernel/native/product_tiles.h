@@ -1,6 +1,7 @@
 // Products of many rows on AMX, whose tile operations multiply bfloat16 and add in float32.
 //
-// A float32 number is the sum of three bfloat16 numbers, exactly: 24 bits of it, eight in each.
+// A float32 number is the sum of three bfloat16 numbers, exactly, unless it is so small (1e-33) that
+// the last of them is not: 24 bits of it, eight in each. An infinite one makes its row's products NaN.
 // So x is split into three parts, and weights that bfloat16 holds (quantised numbers do fit) are
 // multiplied with all of them: as exact as float32. Numbers of a group are multiplied as they are,
 // and what they sum to is scaled afterwards. float32 weights are split as well.

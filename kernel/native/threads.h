@@ -4,10 +4,12 @@
 // sleeps: to be woken up costs as much as the kernel.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstdlib>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -56,6 +58,7 @@ class Pool {
 
  private:
   static constexpr int kSpins = 4000;
+  static constexpr long kThreadsMax = 256;
   // Of the state: a turn's number, whether workers may join it, and how many have.
   static constexpr int kTurnBits = 32;
   static constexpr uint64_t kOpen = uint64_t{1} << 31, kJoined = kOpen - 1;
@@ -63,8 +66,13 @@ class Pool {
   Pool() {
     long cores = std::thread::hardware_concurrency();
     if (const char* asked = std::getenv("MLXTAPE_CPU_THREADS")) cores = std::atol(asked);
-    workers_ = cores > 1 ? static_cast<int>(cores) - 1 : 0;
-    for (int i = 0; i < workers_; i++) std::thread([this] { serve(); }).detach();
+    for (cores = std::min(cores, kThreadsMax); workers_ < cores - 1; workers_++) {
+      try {
+        std::thread([this] { serve(); }).detach();
+      } catch (const std::system_error&) {
+        break;  // so many as the system lends
+      }
+    }
   }
 
   void serve() {

@@ -165,12 +165,11 @@ def parts(load: Load) -> Callable[[CaptureWriter], Parts]:
 
     def make(capture: CaptureWriter) -> Parts:
         held, pool = model(load.kernel), geometry(load)
-        from kernel.batch import Kernel
         from kernel.model_kernel import ModelKernel
         from kernel.model_owned import ModelOwnedKernel
 
         # Loads are many, and the model was probed where its kernel is tested.
-        kernel: Kernel
+        kernel: ModelKernel | ModelOwnedKernel
         if pool.groups[0].paged:
             layout = family(load.kernel).layout
             kernel = ModelKernel(
@@ -179,10 +178,7 @@ def parts(load: Load) -> Callable[[CaptureWriter], Parts]:
         else:
             kernel = ModelOwnedKernel(held.model, pool, check=False)
         head = header(load, pool)
-        if load.tables:
-            assert isinstance(kernel, ModelKernel)
-            told = {"attention": kernel.attention}
-            head = structs.replace(head, capabilities=head.capabilities | told)
+        head = structs.replace(head, capabilities={**head.capabilities, **kernel.computing})
         return Parts(kernel, load.policy, capture, head, vocab_size=held.vocab_size)
 
     return make
