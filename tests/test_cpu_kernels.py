@@ -453,3 +453,12 @@ def test_inputs_of_the_wrong_size_are_refused(native: Any) -> None:
     ):
         with pytest.raises(ValueError, match=r"size|wide"):
             call()
+
+
+def test_a_quantised_folder_is_widened_without_rounding(tmp_path: Path) -> None:
+    quantised(tmp_path / "toy", "qwen3", "affine", 4)
+    layer = load_model(str(tmp_path / "toy")).model.layers[0].mlp.down_proj
+    numbers = narrow.kept(layer)
+    assert numbers is not None
+    assert numbers.bits == 4
+    assert mx.array_equal(layer.weight, numbers.widened()).item()
