@@ -3,7 +3,8 @@
 Owns which models have that form, what their layers say of themselves, and the comparison with the
 model's own modules before use. mlx-lm's modules make fifteen launches a layer, and MLX takes 3 to
 17 microseconds of the processor's time for each: more than an H200 needs to compute them. Caches
-and attention are used as the modules use them.
+and attention are used as the modules use them. How many rows are few, the products say: on a CPU
+with a unit for matrices, any number.
 """
 
 from __future__ import annotations

@@ -91,11 +91,11 @@ class ModelOwnedKernel:
         self._masks = masks
         self._adapters = adapters or Adapters(model)
         self._held: OwnedCaches | None = None
-        self._native = ""
+        self._native, self.left_out = "", ""
         if mx.default_device() == mx.Device(mx.cpu):
             fastmath.install()
             fastmath.turn_weights(model)
-            self._native, _ = quicken(model)
+            self._native, self.left_out = quicken(model)
         found = probe(model, check)
         self._counted, self._vocab = found.counted, found.logits.shape[-1]
         self._body, self._head = cut(

@@ -13,6 +13,7 @@ import mlx.core as mx
 from mlx.nn.layers.embedding import Embedding
 from mlx.nn.layers.linear import Linear
 
+from .errors import describe
 from .extension import extension
 from .machine import on_cpu
 from .products_cpu import CpuProducts
@@ -57,8 +58,17 @@ def quicken(model: Any) -> tuple[str, str]:
     if found.module is None:
         return "", found.reason
     products = CpuProducts(found.module)
-    if reason := products.lacks(model):
-        return "", reason
+    try:
+        reason = products.lacks(model) or _quicken(model, products)
+    except Exception as error:  # no memory for another copy, say
+        reason = describe(error)
+    # Those that do so by then stay so: the name tells a tape.
+    any_does = any(type(it) in _NARROW.values() for _, it in model.named_modules())
+    return (found.name if any_does else ""), reason
+
+
+def _quicken(model: Any, products: CpuProducts) -> str:
+    """The same, with these products; what is wrong, if a layer's is not what it was."""
     modules = model.named_modules()
     has_head = any(name.rpartition(".")[2] == HEAD for name, _ in modules)
     for _, module in modules:
@@ -72,9 +82,8 @@ def quicken(model: Any) -> tuple[str, str]:
         module.__class__ = _NARROW[type(module)]
         if not mx.allclose(_of_ones(module), wanted, rtol=1e-4, atol=1e-4 * _longest(wanted)):
             module.__class__ = type(module).__bases__[0]
-            return "", "a layer's product with narrow numbers is not that with its weights"
-    any_does = any(type(it) in _NARROW.values() for _, it in model.named_modules())
-    return (found.name if any_does else ""), ""
+            return "a layer's product with narrow numbers is not that with its weights"
+    return ""
 
 
 def _of_ones(module: Any) -> mx.array:

@@ -160,6 +160,8 @@ def _computing(kernel: Kernel, tell: Progress) -> Flags:
     flags: Flags = dict(kernel.computing)
     if "attention" in flags:
         tell(f"attention over pages by {flags['attention']}")
+    if isinstance(kernel, ModelOwnedKernel) and kernel.left_out:
+        tell(f"products by MLX's operations: {kernel.left_out}")
     return flags
 
 

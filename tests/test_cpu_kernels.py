@@ -464,3 +464,20 @@ def test_quantised_weights_are_widened_without_rounding() -> None:
     numbers = narrow.kept(layer)
     assert numbers is not None
     assert numbers.bits == 4
+
+
+def test_layers_that_were_narrow_before_one_was_not_are_told_of(monkeypatch: Any) -> None:
+    packed, count = CpuProducts.hold_narrow, [0]
+
+    def full(products: CpuProducts, layer: Any) -> Any:
+        count[0] += 1
+        if count[0] > 3:
+            raise MemoryError("no room for another")
+        return packed(products, layer)
+
+    monkeypatch.setattr(CpuProducts, "hold_narrow", full)
+    model = narrow_model()
+    name, reason = narrow_layers.quicken(model)
+    assert (name, reason) == (extension.extension().name, "MemoryError: no room for another")
+    kinds = [type(it).__name__ for _, it in model.named_modules()]
+    assert kinds.count("NarrowLinear") + kinds.count("NarrowEmbedding") == 3

@@ -5,6 +5,7 @@ Those of the gather that stands in for them are in layers.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from attrs import evolve
@@ -14,6 +15,15 @@ from .fault import DONE, Catalogue, Make, Witness
 from .layers import ODD_LAYER
 
 FAULTS = Catalogue()
+PLAN_ROWS = "kernel.paged_attention:plan_rows"
+
+
+def _of_the_plan(name: str, sentence: str, late_steps: int = 0) -> Callable[[Make], Make]:
+    """Decorates a fault of what the kernel is told."""
+    return FAULTS.add(
+        name, sentence, PLAN_ROWS, loads.TINY_TABLES, "forward", "token", "logit",
+        late_steps=late_steps,
+    )  # fmt: skip
 
 
 def _planned(original: Any, witness: Witness, change: Any) -> Any:
@@ -35,14 +45,9 @@ def _planned(original: Any, witness: Witness, change: Any) -> Any:
     return plan_rows
 
 
-@FAULTS.add(
+@_of_the_plan(
     "plan-row-too-few",
     "the kernel's plan ends each row's keys one before its own, so that no row sees itself",
-    "kernel.paged_attention:plan_rows",
-    loads.TINY_TABLES,
-    "forward",
-    "token",
-    "logit",
 )
 def plan_row_too_few(original: Any, witness: Witness) -> Any:
     def change(items: Any) -> None:
@@ -53,14 +58,8 @@ def plan_row_too_few(original: Any, witness: Witness) -> Any:
     return _planned(original, witness, change)
 
 
-@FAULTS.add(
-    "plan-table-of-the-first",
-    "all rows of a step are read through the first one's table",
-    "kernel.paged_attention:plan_rows",
-    loads.TINY_TABLES,
-    "forward",
-    "token",
-    "logit",
+@_of_the_plan(
+    "plan-table-of-the-first", "all rows of a step are read through the first one's table"
 )
 def plan_table_of_the_first(original: Any, witness: Witness) -> Any:
     def change(items: Any) -> None:
@@ -71,15 +70,8 @@ def plan_table_of_the_first(original: Any, witness: Witness) -> Any:
     return _planned(original, witness, change)
 
 
-@FAULTS.add(
-    "plan-write-misplaced",
-    "the kernel writes a row into the block's next place",
-    "kernel.paged_attention:plan_rows",
-    loads.TINY_TABLES,
-    "forward",
-    "token",
-    "logit",
-    late_steps=1,
+@_of_the_plan(
+    "plan-write-misplaced", "the kernel writes a row into the block's next place", late_steps=1
 )
 def plan_write_misplaced(original: Any, witness: Witness) -> Any:
     def change(items: Any) -> None:
@@ -89,14 +81,9 @@ def plan_write_misplaced(original: Any, witness: Witness) -> Any:
     return _planned(original, witness, change)
 
 
-@FAULTS.add(
+@_of_the_plan(
     "plan-row-not-written",
     "the kernel attends over a step's rows and never writes them",
-    "kernel.paged_attention:plan_rows",
-    loads.TINY_TABLES,
-    "forward",
-    "token",
-    "logit",
     late_steps=1,
 )
 def plan_row_not_written(original: Any, witness: Witness) -> Any:
@@ -152,7 +139,7 @@ def _in_the_code(name: str, make: Make, late_steps: int = 0) -> None:
     """The same bug where nobody knows of it: forward repeats it, the reference does not."""
     sentence = f"{name}, in the code that replays too: only mlx-lm's own caches are without it"
     add = FAULTS.add(
-        f"{name}-in-code", sentence, "kernel.paged_attention:plan_rows", loads.TINY_TABLES,
+        f"{name}-in-code", sentence, PLAN_ROWS, loads.TINY_TABLES,
         "reference", "token", late_steps=late_steps, stays=True,
     )  # fmt: skip
     add(make)
