@@ -5,7 +5,7 @@ OpenBLAS. A library that is loaded globally before mlx.core is imported takes it
 the dynamic linker searches global libraries first: oneMKL where it is installed, else OpenBLAS, or
 the one that MLXTAPE_BLAS names. Call `load_blas` before anything imports mlx.
 
-Never imports mlx. Of a library's settings it gives one a default, never another value than one
+Never imports mlx. Of a library's settings it gives some a default, never another value than one
 that the environment names (OPENBLAS_NUM_THREADS, MKL_NUM_THREADS and KMP_BLOCKTIME hold).
 """
 
@@ -23,6 +23,7 @@ from importlib import metadata
 from pathlib import Path
 
 from .errors import BlasError
+from .lent import cores
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +94,7 @@ def _load_linux() -> str:
         raise BlasError(
             f"{CHOICE} must be {MKL}, {OPENBLAS} or the path of a library, not {chosen!r}"
         )
+    _share_cores()
     for candidate in _candidates(chosen):
         if "mkl" in Path(candidate).name and not _multiplies(candidate):
             continue
@@ -110,6 +112,16 @@ def _load_linux() -> str:
         "(libopenblas0 on Debian and Ubuntu)"
     )
     return REFERENCE
+
+
+def _share_cores() -> None:
+    """As many threads as a container lends cores, where nobody asked for another number: libraries
+    count those of the machine.
+    """
+    lent = cores()
+    if lent < (os.cpu_count() or 1) and "OMP_NUM_THREADS" not in os.environ:
+        for name in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+            os.environ.setdefault(name, str(lent))
 
 
 def _installed(name: str) -> bool:

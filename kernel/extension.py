@@ -29,6 +29,7 @@ from attrs import frozen
 
 from .bundled import cache_folder
 from .errors import describe
+from .lent import cores
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +75,7 @@ def find() -> Extension:
         return Extension(None, f"{SWITCH} is off")
     if complaint := _threads_complaint(os.environ.get(THREADS)):
         return Extension(None, complaint)
+    os.environ.setdefault(THREADS, str(min(cores(), THREADS_MAX)))  # the pool's, once it is made
     compiler = shlex.split(os.environ.get("CXX", "")) or ["g++"]
     if shutil.which(compiler[0]) is None:
         return Extension(None, f"kernels for this processor need a compiler: install {compiler[0]}")

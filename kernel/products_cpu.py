@@ -14,7 +14,7 @@ import mlx.core as mx
 from mlx.nn.layers.embedding import Embedding
 from mlx.nn.layers.linear import Linear
 
-from .machine import memory_bytes
+from .lent import memory_bytes
 from .narrow import kept
 from .products import Norm, Rope, Weights
 from .tensors import parameters

@@ -20,7 +20,8 @@ from .errors import ModelError
 from .gguf import GgufModel, read_gguf
 from .gguf_vocab import tokenizer_from_gguf
 from .hf import build_model, read_folder, read_tokenizer
-from .machine import memory_bytes, on_cpu
+from .lent import memory_bytes
+from .machine import on_cpu
 from .narrow import keep, narrow_of
 from .tensors import compare, digest_files, digest_json, parameters
 from .tokenizer import Tokenizer

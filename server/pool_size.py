@@ -5,7 +5,6 @@ Owns that choice and its sentences. Makes no array.
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 from .admission import SLOTS_MIN
@@ -76,11 +75,15 @@ def pool_slots(settings: Settings, layout: Layout) -> int:
 
 
 def memory_bytes() -> int:
-    """Memory that the pool may be made in: the GPU's where one is used, else the machine's."""
+    """Memory that the pool may be made in: the GPU's where one is used, else what this process may
+    use of the machine's.
+    """
     import mlx.core as mx
+
+    from kernel import lent
 
     if mx.default_device().type == mx.gpu and not mx.metal.is_available():
         size = mx.device_info().get("memory_size", 0)
         if size:
             return int(size)
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return lent.memory_bytes()
