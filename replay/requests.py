@@ -49,8 +49,8 @@ class Requests:
                 self._differs(plan.step, seq, "gets rows, and has no live request")
             sequence: Sequence = sequences[seq]
             arrived, known = answer.arrived, answer.samples
-            if sequence.namespace is not arrived.namespace:
-                self._compare_namespaces(plan.step, sequence, answer)
+            if sequence.namespace != arrived.namespace:
+                self._other_namespace(plan.step, sequence, answer)
             if (
                 known
                 and piece.samples == 1
@@ -62,12 +62,10 @@ class Requests:
             self._compare_tokens(plan.step, piece, sequence, answer)
             self._compare_samples(plan.step, piece, sequence, answer)
 
-    def _compare_namespaces(self, step: int, sequence: Sequence, answer: Answer) -> None:
-        due = answer.arrived.namespace
-        if sequence.namespace != due:
-            what = "is in another namespace than its request"
-            values = Values("namespace", str(sequence.namespace), str(due))
-            self._differs(step, sequence.id, what, values)
+    def _other_namespace(self, step: int, sequence: Sequence, answer: Answer) -> NoReturn:
+        what = "is in another namespace than its request"
+        values = Values("namespace", str(sequence.namespace), str(answer.arrived.namespace))
+        self._differs(step, sequence.id, what, values)
 
     def _compare_tokens(
         self, step: int, piece: PlannedPiece, sequence: Sequence, answer: Answer

@@ -318,7 +318,8 @@ class Draft:
             if draft is not None:
                 delta += draft.digest_delta()
                 groups[number] = draft.finish()
-        delta += entry_lines(changed, self.entries) - entry_lines(changed, base.entries)
+        if changed:
+            delta += entry_lines(changed, self.entries) - entry_lines(changed, base.entries)
         state = State(
             base.geometry,
             tuple(groups),
