@@ -14,11 +14,12 @@ from . import growth, machine, replaying
 from .table import Table, about
 
 FOLDER = Path(tempfile.gettempdir())
-SECTIONS = ["machine", "replay", "model", "http"]
+SECTIONS = ["machine", "replay", "kernels", "model", "http"]
 
 
 def main(arguments: list[str]) -> int:
-    """Sections by name: machine, replay, model, http, growth; all but growth without a name.
+    """Sections by name: machine, replay, kernels, model, http, growth; all but growth without a
+    name.
 
     --rows 1e7: the longest tape that replay is measured with.
     """
@@ -49,6 +50,13 @@ def main(arguments: list[str]) -> int:
     if "growth" in sections:
         growth.curves(table)
         growth.profile()
+    if "kernels" in sections:
+        from kernel.weights import load_model
+
+        from .kernels import kernels
+
+        table.section(f"kernels of this device, {model}'s shapes, a call in a chain")
+        kernels(table, load_model(model).model)
     if "model" in sections:
         from kernel.weights import load_model
 

@@ -1,4 +1,4 @@
-"""One layer's attention on a GPU: by a dense kernel, by block tables and by the gather."""
+"""One layer's attention: by a dense kernel, by block tables and by the gather."""
 
 from __future__ import annotations
 
@@ -20,13 +20,26 @@ from statemachine.sequence import Sequence
 
 LAYERS = ((32, 1024), (32, 8192), (1, 32768), (64, 512))
 """Rows and context of the layer that is timed alone: 32 query heads, 8 of K and V, of 128."""
+HEADS = (32, 8, 128)
 CALLS = 40
 
 
 class LayerCase:
-    """One layer's attention of `rows` sequences of `context` rows each, a row of each in a step."""
+    """One layer's attention of `rows` sequences of `context` rows each, a row of each in a step.
 
-    def __init__(self, rows: int, context: int, ragged: bool = False) -> None:
+    heads: of queries, of keys and values, and how many numbers each has.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        context: int,
+        ragged: bool = False,
+        heads: tuple[int, int, int] = HEADS,
+        dtype: mx.Dtype = mx.bfloat16,
+    ) -> None:
+        self.heads, self.dtype = heads, dtype
+        of_queries, of_keys, dim = heads
         lengths = [context] * rows
         if ragged and rows > 1:  # as many tokens in all
             lengths = [context // 2 + context * place // (rows - 1) for place in range(rows)]
@@ -39,10 +52,10 @@ class LayerCase:
             pieces.append(Piece(sequence, (0,)))
         self.geometry = Geometry(block_size=16, groups=(Group(num_blocks=sum(covers)),))
         self.metadata = build(Batch(0, tuple(pieces)), self.geometry)
-        self.rows, self.context, self.scale = rows, context, 128**-0.5
-        pages = (sum(covers), 16, 8, 128)
-        self.layer = Layer(0, *(_random(*dims) for dims in (pages, pages, *[(rows, 8, 128)] * 2)))
-        self.queries = _random(rows, 32, 1, 128)
+        self.rows, self.context, self.scale = rows, context, dim**-0.5
+        pages, fresh = (sum(covers), 16, of_keys, dim), (rows, of_keys, 1, dim)
+        self.layer = Layer(0, *map(self._random, (pages, pages, fresh, fresh)))
+        self.queries = self._random((rows, of_queries, 1, dim))
         mx.eval(self.queries, self.layer.key_pages, self.layer.value_pages, self.layer.keys)
 
     def tables(self, dialect: Dialect) -> Callable[[mx.array], mx.array]:
@@ -56,16 +69,15 @@ class LayerCase:
         )
 
     def dense(self) -> Callable[[mx.array], mx.array]:
-        shape = (self.rows, 8, self.context, 128)
-        keys, values = _random(*shape), _random(*shape)
+        shape = (self.rows, self.heads[1], self.context, self.heads[2])
+        keys, values = self._random(shape), self._random(shape)
         mx.eval(keys, values)
         return lambda queries: mx.fast.scaled_dot_product_attention(
             queries, keys, values, scale=self.scale
         )
 
-
-def _random(*dims: int) -> mx.array:
-    return mx.random.normal(dims, mx.bfloat16)
+    def _random(self, dims: tuple[int, ...]) -> mx.array:
+        return mx.random.normal(dims, self.dtype)
 
 
 def call_us(call: Callable[[mx.array], mx.array], queries: mx.array, calls: int = CALLS) -> float:
@@ -88,7 +100,7 @@ def call_us(call: Callable[[mx.array], mx.array], queries: mx.array, calls: int 
 
 
 def layers() -> None:
-    """A table: attention of one layer, by a dense kernel, by tables and by the gather."""
+    """A table: attention of one layer of a GPU, by a dense kernel, by tables and by the gather."""
     print(
         f"{'rows x context':<16}{'dense us':>10}{'tables us':>11}{'ragged us':>11}{'gather us':>11}"
     )
