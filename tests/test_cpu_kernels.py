@@ -99,6 +99,21 @@ def test_products_are_as_exact_as_those_of_float32(kind: str, native: Any) -> No
         assert off.max() < 5e-7, (kind, rows)
 
 
+def test_gates_of_any_size_are_as_exact_as_float32_has_them(native: Any) -> None:
+    # A row of ones, normed and multiplied, is value / 32 everywhere, and its products are shares of
+    # the value.
+    values = [-200, -104, -88, -30, -1, -1e-6, 0, 1e-6, 1, 30, 89, 200]
+    weights = native.Weights.of_floats(mx.ones((64, 32)) * mx.arange(64)[:, None] / 64, False)
+    share = np.arange(64)[:, None] / 64
+    for value in values:
+        x = mx.full((1, 32), 1.0 if value >= 0 else -1.0)
+        norm = mx.full((32,), abs(value) / 32)
+        got = np.array(native.gated(x, norm, 0.0, weights), np.float64)[0]
+        gates, others = (value * share[:32, 0]), (value * share[32:, 0])
+        right = gates / (1 + np.exp(-gates)) * others
+        assert np.all(np.abs(got - right) <= 2e-5 * np.abs(right) + 1e-36), value
+
+
 def test_a_quantised_weight_takes_the_bytes_of_its_numbers_and_scales(native: Any) -> None:
     held, _ = affine(4, 32)
     weights = native.Weights.of_affine(held.words, held.scales, held.biases, 4, 32)

@@ -9,10 +9,10 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstdlib>
 #include <vector>
 
 #include "attend_vectors.h"
+#include "scratch.h"
 #include "threads.h"
 
 namespace mlxtape {
@@ -91,25 +91,6 @@ struct Job {
 
   long queries() const { return heads * run->count; }  // of one K/V head
   bool few() const { return queries() <= kFew; }
-};
-
-// A thread's memory, kept between calls.
-class Room {
- public:
-  float* get(long count) {
-    count = (count + kLanes - 1) / kLanes * kLanes;
-    if (count > size_) {
-      std::free(data_);
-      data_ = static_cast<float*>(std::aligned_alloc(64, (count * 4 + 63) / 64 * 64));
-      size_ = count;
-    }
-    return data_;
-  }
-  ~Room() { std::free(data_); }
-
- private:
-  float* data_ = nullptr;
-  long size_ = 0;
 };
 
 inline long rounded(long count, long step) { return (count + step - 1) / step * step; }
@@ -374,9 +355,9 @@ inline void point(Tile& tile, const Attend& it, const Job& job, long key) {
 }
 
 // K/V heads take turns at each tile, so that pages are read from end to end.
-inline void do_job(const Attend& it, const Job& job, Room& room, float* parts) {
+inline void do_job(const Attend& it, const Job& job, Scratch& scratch, float* parts) {
   long floats = Walk::floats(it, job), scores = rounded(job.queries(), kLanes) * kTile;
-  float* memory = room.get(scores + floats * job.kv_heads);
+  float* memory = scratch.of<float>(scores + floats * job.kv_heads);
   std::vector<Walk> walks;
   walks.reserve(job.kv_heads);
   for (long head = 0; head < job.kv_heads; head++)
@@ -500,8 +481,8 @@ inline void attend(const Attend& it) {
   long count = static_cast<long>(jobs.list.size());
   // The last jobs of a prompt are its longest: those first, so that no thread is left with one.
   parallel(count, [&](long number) {
-    static thread_local Room room;
-    do_job(it, jobs.list[count - 1 - number], room, parts.data());
+    static thread_local Scratch scratch;
+    do_job(it, jobs.list[count - 1 - number], scratch, parts.data());
   });
   merge_parts(it, jobs.list, parts.data());
 }

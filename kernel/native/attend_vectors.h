@@ -9,82 +9,24 @@
 #include <cstring>
 #include <utility>
 
-#if defined(__AVX512F__)
-#include <immintrin.h>
-#endif
+#include "vectors.h"
 
 namespace mlxtape::attention {
 
 // kPanel * kKeys, or kRows * kColumns sums stand in registers, beside what is loaded for them.
 #if defined(__AVX512F__)
-constexpr int kLanes = 16, kPanel = 6, kKeys = 4, kRows = 6, kColumns = 4;
+constexpr int kPanel = 6, kKeys = 4, kRows = 6, kColumns = 4;
 #elif defined(__AVX__)
-constexpr int kLanes = 8, kPanel = 3, kKeys = 4, kRows = 6, kColumns = 2;
+constexpr int kPanel = 3, kKeys = 4, kRows = 6, kColumns = 2;
 #elif defined(__aarch64__)
-constexpr int kLanes = 4, kPanel = 6, kKeys = 4, kRows = 6, kColumns = 4;
+constexpr int kPanel = 6, kKeys = 4, kRows = 6, kColumns = 4;
 #else
-constexpr int kLanes = 4, kPanel = 3, kKeys = 4, kRows = 6, kColumns = 2;
+constexpr int kPanel = 3, kKeys = 4, kRows = 6, kColumns = 2;
 #endif
 constexpr long kDims = 64;    // summed in one go: longer sums are less exact, and leave the cache
 constexpr int kTogether = 4;  // queries of the few that one reading of a key serves
 
-typedef float Vector __attribute__((vector_size(kLanes * 4)));
-typedef int Ints __attribute__((vector_size(kLanes * 4)));
 typedef float Eight __attribute__((vector_size(32)));  // what is left of a row: dims are 8 * n
-
-template <class V = Vector>
-inline V load(const float* from) {
-  V loaded;
-  std::memcpy(&loaded, from, sizeof(V));
-  return loaded;
-}
-
-template <class V>
-inline void store(float* to, V vector) {
-  std::memcpy(to, &vector, sizeof(V));
-}
-
-template <class V = Vector>
-inline V spread(float number) {
-  return number - V{};
-}
-
-// The larger of two; `b` where one is no number, so that it is not lost.
-inline Vector larger(Vector a, Vector b) {
-#if defined(__AVX512F__)
-  return (Vector)_mm512_maskz_max_ps(0xFFFF, (__m512)a, (__m512)b);
-#else
-  return a > b ? a : b;
-#endif
-}
-
-// 2^x for x <= 0: exactly 1 at 0, and exactly 0 far below.
-inline Vector power2(Vector x) {
-  x = larger(spread(-150.0f), x);
-#if defined(__AVX512F__)
-  Vector whole = (Vector)_mm512_maskz_roundscale_ps(0xFFFF, (__m512)x, 0);
-#else
-  x = larger(spread(-127.0f), x);
-  // A sum of this size has no room for a fraction, and its last bits are the whole number.
-  const Vector shift = spread(12582912.0f);
-  Vector shifted = x + shift;
-  Vector whole = shifted - shift;
-#endif
-  Vector r = x - whole;  // in [-1/2, 1/2]; least squares of the relative error, 1e-8 at most
-  Vector sum = spread(0.00015370705f);
-  sum = sum * r + 0.0013399849f;
-  sum = sum * r + 0.0096183736f;
-  sum = sum * r + 0.05550329f;
-  sum = sum * r + 0.24022648f;
-  sum = sum * r + 0.69314718f;
-  sum = sum * r + 1.0f;
-#if defined(__AVX512F__)
-  return (Vector)_mm512_maskz_scalef_ps(0xFFFF, (__m512)sum, (__m512)whole);
-#else
-  Ints exponent = ((Ints)shifted - 0x4B400000 + 127) << 23;
-  return sum * (Vector)exponent;
-#endif
-}
 
 inline bool any_above(Vector x, float bound) {
 #if defined(__AVX512F__)
@@ -102,8 +44,6 @@ inline float sum_of(Vector x) {
   for (int lane = 0; lane < kLanes; lane++) sum += x[lane];
   return sum;
 }
-
-inline float power2_of(float x) { return power2(spread(x))[0]; }
 
 // Scores of KEYS keys and V vectors of queries, of the dims [from, end); added to what the dims
 // before gave. queries: [dim, stride]; scores: [KEYS, stride].

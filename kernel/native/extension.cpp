@@ -24,6 +24,7 @@
 #include "mlx/primitives.h"
 #include "mlx/transforms.h"
 #include "products.h"
+#include "scratch.h"
 
 namespace nb = nanobind;
 namespace mx = mlx::core;
@@ -158,11 +159,13 @@ mx::array gated(const mx::array& x, const mx::array& norm, float eps, const Weig
   check_size(norm, form.width, "the norm");
   return launch("Gated", {x, norm, weights.blob}, {{rows, features / 2}},
                 [form, rows, eps](const Pointers& in, const Pointers& out) {
-                  Scratch normed(long{rows} * form.width), both(long{rows} * form.features);
+                  Scratch scratch;
+                  float* normed = scratch.of<float>(rows * (form.width + form.features));
+                  float* both = normed + rows * form.width;
                   auto* blob = reinterpret_cast<uint8_t*>(in[2]);
-                  rms_norm(floats(in[0]), floats(in[1]), eps, rows, form.width, normed.data());
-                  product(form, blob, normed.data(), rows, both.data());
-                  gate(both.data(), rows, form.features / 2, floats(out[0]));
+                  rms_norm(floats(in[0]), floats(in[1]), eps, rows, form.width, normed);
+                  product(form, blob, normed, rows, both);
+                  gate(both, rows, form.features / 2, floats(out[0]));
                 })[0];
 }
 
@@ -182,13 +185,15 @@ std::vector<mx::array> heads(const mx::array& x, const mx::array& norm, float ep
   Turn turn{dim, traditional};
   return launch("Heads", {x, norm, weights.blob, positions, rates}, shapes,
                 [=](const Pointers& in, const Pointers& out) {
-                  Scratch normed(long{rows} * form.width), all(long{rows} * form.features);
+                  Scratch scratch;
+                  float* normed = scratch.of<float>(rows * (form.width + form.features));
+                  float* all = normed + rows * form.width;
                   auto* blob = reinterpret_cast<uint8_t*>(in[2]);
-                  rms_norm(floats(in[0]), floats(in[1]), eps, rows, form.width, normed.data());
-                  product(form, blob, normed.data(), rows, all.data());
+                  rms_norm(floats(in[0]), floats(in[1]), eps, rows, form.width, normed);
+                  product(form, blob, normed, rows, all);
                   const long sizes[] = {counts[0], counts[1], counts[2]};
                   float* parts[] = {floats(out[0]), floats(out[1]), floats(out[2])};
-                  split(all.data(), rows, sizes, ints(in[3]), floats(in[4]), turn, parts);
+                  split(all, rows, sizes, ints(in[3]), floats(in[4]), turn, parts);
                 });
 }
 

@@ -3,30 +3,11 @@
 
 #include <cmath>
 #include <cstdint>
-#include <cstdlib>
-#include <memory>
-#include <new>
 
 #include "threads.h"
 #include "vectors.h"
 
 namespace mlxtape {
-
-// Memory of one launch; aligned for vectors.
-class Scratch {
- public:
-  explicit Scratch(long count)
-      : data_(static_cast<float*>(std::aligned_alloc(64, (count * 4 + 63) / 64 * 64))) {
-    if (data_ == nullptr) throw std::bad_alloc();
-  }
-  ~Scratch() { std::free(data_); }
-  Scratch(const Scratch&) = delete;
-  Scratch& operator=(const Scratch&) = delete;
-  float* data() { return data_; }
-
- private:
-  float* data_;
-};
 
 inline constexpr long kRowsAtOnce = 16;  // of a thread; fewer rows than that are not worth a second
 

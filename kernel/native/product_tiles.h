@@ -362,8 +362,8 @@ void multiply_block(const TileCall& call, long block, long first, long count) {
   task.unpacked_bytes = layout.group / kStep * kCount * Form::kPieces * kTile;
   task.kept = count > kRowTiles && task.unpacked_bytes * layout.groups <= kKeptWeights;
   if (!Form::kAsTheyLie)
-    task.unpacked =
-        scratch.of(task.unpacked_bytes * (task.kept ? layout.groups : 2 * Form::kCells));
+    task.unpacked = scratch.of<uint8_t>(
+        task.unpacked_bytes * (task.kept ? layout.groups : 2 * Form::kCells));
   const Tiles tiles(call.tile_rows);
   float* out = call.out + block * kPanels * kLanes;
   for (long tile = first; tile < first + count; tile += kRowTiles) {
@@ -412,7 +412,7 @@ inline void product_by_tiles(const Form& form, const uint8_t* blob, const float*
   call.kept_tiles = tiles_to_keep(call);
   const size_t x_bytes = call.row_tiles * tile_bytes;
   const long sums = form.kind == kAffine ? call.row_tiles * call.layout.groups * kTileRows : 0;
-  uint8_t* split = scratch.of(x_bytes + sums * sizeof(float));
+  uint8_t* split = scratch.of<uint8_t>(x_bytes + sums * sizeof(float));
   float* x_sums = sums ? reinterpret_cast<float*>(split + x_bytes) : nullptr;
   call.x = split;
   call.sums = x_sums;

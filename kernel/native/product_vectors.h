@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "product_forms.h"
+#include "scratch.h"
 
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wpsabi"  // vectors are passed to inlined functions only
@@ -221,21 +222,6 @@ void over_blocks(const Layout& layout, Work&& work) {
   });
 }
 
-// Memory that a thread keeps from call to call; grown, never shrunk.
-struct Scratch {
-  uint8_t* bytes = nullptr;
-  size_t size = 0;
-  ~Scratch() { std::free(bytes); }
-
-  uint8_t* of(size_t wanted) {
-    if (wanted <= size) return bytes;
-    std::free(bytes);
-    size = (wanted + 4095) / 4096 * 4096;
-    bytes = static_cast<uint8_t*>(std::aligned_alloc(4096, size));
-    return bytes;
-  }
-};
-
 inline void product_by_vectors(const Form& form, const uint8_t* blob, const float* x, long rows,
                                float* out) {
   const Scales scales = scales_in(blob);
@@ -243,7 +229,7 @@ inline void product_by_vectors(const Form& form, const uint8_t* blob, const floa
   float* sums = nullptr;
   if (form.kind == kAffine) {
     static thread_local Scratch scratch;
-    sums = reinterpret_cast<float*>(scratch.of(rows * layout.groups * sizeof(float)));
+    sums = scratch.of<float>(rows * layout.groups);
     for (long i = 0; i < rows * layout.groups; i++)
       sums[i] = sum_of(x + i * layout.group, layout.group);
   }
