@@ -39,7 +39,14 @@ def warps_of(shape: Shape) -> int:
     return WARPS if shape.heads * shape.value_dim <= MIXES_MAX else WARPS_LEAST
 
 
-def decode_body(shape: Shape) -> str:
+def decode_outputs(split: bool) -> list[str]:
+    """What the kernel gives; parts of rows only where a row is split, since each array more is work
+    to MLX.
+    """
+    return ["out", "parts", "tops"] if split else ["out"]
+
+
+def decode_body(shape: Shape, split: bool = True) -> str:
     """The kernel's one line."""
     numbers = (
         TYPES[shape.dtype], row_of(shape, TYPES), shape.block_size, shape.key_dim, shape.value_dim,
@@ -47,7 +54,8 @@ def decode_body(shape: Shape) -> str:
     )  # fmt: skip
     inputs = ", ".join(f"({kind_of(shape, name)} const*){name}" for name in DECODE_INPUTS)
     inputs = inputs.replace("(unsigned const*)counters", "(unsigned*)counters")
-    outputs = f"({TYPES[shape.dtype]}*)out, parts, tops"
+    parts = "parts, tops" if split else "(float*)nullptr, (float*)nullptr"
+    outputs = f"({TYPES[shape.dtype]}*)out, {parts}"
     return f"decode<{', '.join(map(str, numbers))}>({inputs}, {outputs}, {shape.scale_of_two});"
 
 
@@ -90,21 +98,23 @@ class CudaDialect(OnGpu):
     ) -> mx.array:
         heads = queries.shape[1]
         sinks = plan if layer.sinks is None else layer.sinks.astype(mx.float32) * LOG2E
-        partial = counts.items if counts.splits > 1 else 1
+        split = counts.splits > 1
+        shapes = [
+            (*queries.shape[:-1], shape.value_dim), (counts.items, heads, shape.value_dim),
+            (counts.items, heads, 2),
+        ]  # fmt: skip
+        given = len(decode_outputs(split))
         threads = warps_of(shape) * 32
         out: mx.array
-        out, _, _ = _decode_kernel(shape)(
+        out, *_ = _decode_kernel(shape, split)(
             inputs=[
                 plan, queries, layer.key_pages, layer.value_pages, layer.keys, layer.values,
                 sinks, self._counters_of(layer.number, counts.rows * shape.columns),
             ],
             grid=(threads * shape.columns, counts.items, 1),
             threadgroup=(threads, 1, 1),
-            output_shapes=[
-                (*queries.shape[:-1], shape.value_dim), (partial, heads, shape.value_dim),
-                (partial, heads, 2),
-            ],
-            output_dtypes=[shape.dtype, mx.float32, mx.float32],
+            output_shapes=shapes[:given],
+            output_dtypes=[shape.dtype, mx.float32, mx.float32][:given],
         )  # fmt: skip
         return out
 
@@ -137,12 +147,12 @@ class CudaDialect(OnGpu):
 
 
 @cache
-def _decode_kernel(shape: Shape) -> Any:
+def _decode_kernel(shape: Shape, split: bool) -> Any:
     return mx.fast.cuda_kernel(
-        name=shape.name,
+        name=shape.name if split else f"whole_{shape.name}",
         input_names=DECODE_INPUTS,
-        output_names=["out", "parts", "tops"],
-        source=decode_body(shape),
+        output_names=decode_outputs(split),
+        source=decode_body(shape, split),
         header=header(HEADERS),
     )
 

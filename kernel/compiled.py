@@ -4,7 +4,7 @@ Owns the graphs, one for each number of rows and size of plan. Building a step's
 takes about as long as a large GPU takes to compute it. Only where rows are written in place: then
 page arrays stay the same ones, and a step's body is a function of its tokens, positions and plans,
 and of nothing else that changes. Plans are filled up to few sizes, so that steps share graphs while
-contexts grow.
+contexts grow. Where samples are drawn of all rows as they are, that is part of the graph as well.
 """
 
 from __future__ import annotations
@@ -29,25 +29,29 @@ log = logging.getLogger(__name__)
 
 GRAPHS_MAX = 64
 Run = Callable[[Body, StepContext, PageStep], tuple[mx.array, list[CacheUse]]]
-Key = tuple[int, tuple[tuple[int, int, bool], ...]]
+Draw = Callable[[mx.array, mx.array], list[mx.array]]
+"""Of what leaves the body, [T, 1, D], and of what a sampler is told of each row, [T, ...]."""
+Key = tuple[int, bool, tuple[tuple[int, int, bool], ...]]
 
 
 @frozen(eq=False)
 class _Graph:
-    """A compiled body, and what the caches counted when it was traced."""
+    """A compiled step, and what the caches counted when it was traced."""
 
-    call: Callable[..., mx.array]
+    call: Callable[..., list[mx.array]]
     uses: list[CacheUse]
 
 
 class CompiledCalls:
-    """A packed call, compiled where a step allows it. `run`: the call as it is.
+    """A packed call, compiled where a step allows it. `run`: the call as it is; `draw`: what may
+    follow.
 
     Feeding a graph that ran before evaluates nothing, and waits for nothing that is being started.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, draw: Draw | None = None) -> None:
         self._run = run
+        self._draw = draw
         self._graphs: OrderedDict[Key, _Graph] = OrderedDict()
         self._asked: tuple[tuple[int, int], ...] | None = None
         self.replayed = False
@@ -56,56 +60,71 @@ class CompiledCalls:
         """Why steps are built anew each time; empty where they share graphs."""
 
     def run(
-        self, body: Body, context: StepContext, pages: PageStep
-    ) -> tuple[mx.array, list[CacheUse]]:
-        """What leaves the body, [T, 1, D], and what each layer's cache counted."""
+        self, body: Body, context: StepContext, pages: PageStep, drawn: mx.array | None = None
+    ) -> tuple[list[mx.array], list[CacheUse]]:
+        """What leaves the body, [T, 1, D], or, with `drawn` for its sampler, what `draw` makes of
+        that; and what each layer's cache counted.
+        """
         self.replayed = False
         tables = context.tables
         if self.failure or tables is None or not tables.fixed or context.serving is not BASE:
-            settle()
-            return self._run(body, context, pages)
+            return self._anew(body, context, pages, drawn)
         if self._asked is None:
-            settle()
-            ran = self._run(body, context, pages)
+            ran = self._anew(body, context, pages, drawn)
             self._asked = tables.asked
             return ran
         planned = [tables.plan(*asked) for asked in self._asked]
-        key = (
-            context.metadata.total_rows,
-            tuple((len(counts.ints), counts.items, counts.splits > 1) for _, counts in planned),
+        sizes = tuple(
+            [(len(counts.ints), counts.items, counts.splits > 1) for _, counts in planned]
         )
+        key = (context.metadata.total_rows, drawn is not None, sizes)
         graph = self._graphs.pop(key, None)
         known = graph is not None
         if graph is None:
             settle()
             graph = self._trace(body, context, pages)
-        hidden = None
+        told = [] if drawn is None else [drawn]
         try:
-            hidden = graph.call(
-                context.tokens,
-                context.offset,
-                [array for array, _ in planned],
+            arrays = graph.call(
+                context.tokens, context.offset, [array for array, _ in planned], told
             )
         except Exception as error:  # what a model does in Python that no graph can hold
-            self.failure = describe(error)
-        if hidden is None:
-            log.warning(
-                "from here on each step's graph is built anew, which takes milliseconds: "
-                "the model's body cannot be compiled: %s",
-                self.failure,
-            )
-            self._graphs.clear()
-            settle()
-            return self._run(body, context, pages)
+            self._give_up(describe(error))
+        if self.failure:
+            return self._anew(body, context, pages, drawn)
         self.replayed = known
         self._graphs[key] = graph
         if len(self._graphs) > GRAPHS_MAX:
             self._graphs.popitem(last=False)
-        return hidden, graph.uses
+        return arrays, graph.uses
 
     def reset(self) -> None:
         """Forget the graphs, and with them all that they hold."""
         self._graphs.clear()
+
+    def _give_up(self, failure: str) -> None:
+        """No step shares a graph from here on."""
+        self.failure = failure
+        log.warning(
+            "from here on each step's graph is built anew, which takes milliseconds: "
+            "the model's body cannot be compiled: %s",
+            failure,
+        )
+        self._graphs.clear()
+
+    def _anew(
+        self, body: Body, context: StepContext, pages: PageStep, drawn: mx.array | None
+    ) -> tuple[list[mx.array], list[CacheUse]]:
+        """As `run`, without a graph of before."""
+        settle()
+        hidden, uses = self._run(body, context, pages)
+        return self._ended(hidden, drawn), uses
+
+    def _ended(self, hidden: mx.array, drawn: mx.array | None) -> list[mx.array]:
+        if drawn is None:
+            return [hidden]
+        assert self._draw is not None
+        return self._draw(hidden, drawn)
 
     def _trace(self, body: Body, context: StepContext, pages: PageStep) -> _Graph:
         """A graph for steps like this one; traced when it is first called. It holds the page
@@ -115,17 +134,15 @@ class CompiledCalls:
         asked = self._asked or ()
 
         def traced(
-            tokens: mx.array,
-            offset: mx.array,
-            plans: list[mx.array],
-        ) -> mx.array:
+            tokens: mx.array, offset: mx.array, plans: list[mx.array], told: list[mx.array]
+        ) -> list[mx.array]:
             inner = copy.copy(context)
             inner.tokens, inner.offset = tokens, offset
             assert context.tables is not None
             inner.tables = context.tables.with_plans(dict(zip(asked, plans, strict=True)))
             hidden, counted = self._run(body, inner, pages)
             uses[:] = counted
-            return hidden
+            return self._ended(hidden, told[0] if told else None)
 
-        compiled: Callable[..., mx.array] = mx.compile(traced)
+        compiled: Callable[..., list[mx.array]] = mx.compile(traced)
         return _Graph(compiled, uses)

@@ -20,8 +20,8 @@ from .paged_attention import Dialect, StepTables
 class StepContext:
     """What the cache objects of one forward share.
 
-    fed: the tokens of the step's pending rows, [Q], which nobody needs to have read. serving: whose
-    the rows are.
+    fed: the tokens of the step's pending rows, [Q] int32, which nobody needs to have read. serving:
+    whose the rows are.
     offset: [T] int32, RoPE positions. tokens: [T] int32. tables: what attends through block
     tables, where `dialect` has kernels for that.
     """
@@ -96,7 +96,6 @@ class StepContext:
 def _tokens(metadata: StepMetadata, fed: mx.array | None) -> mx.array:
     if fed is None:
         return mx.array(metadata.tokens)
-    fed = fed.astype(mx.int32)
     if len(metadata.pending) == metadata.total_rows:
         return fed
     rows = _index(metadata.pending_rows)

@@ -6,7 +6,7 @@ MLX's own operations take twenty launches for a greedy step, and over a hundred 
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -17,7 +17,7 @@ from statemachine.records import Parameters
 from .errors import describe
 from .fastmath import LOG2E
 from .kernel_text import header
-from .sampling import Floats, Samples, SamplingPlan, plan_samples, sample
+from .sampling import Samples, SamplingPlan, plan_samples, sample
 
 HEADERS = ("cuda.h", "sample.h")
 INPUTS = ["logits", "asked"]
@@ -25,6 +25,8 @@ OUTPUTS = ["tokens", "chosen", "margins"]
 THREADS = 1024
 ASKED = 5
 """Numbers of a row; sample.h's."""
+GREEDY_MAX = 256
+"""Numbers of rows whose greedy array is kept."""
 CHECKED_ROWS = 64
 DIFFERENT_MAX = 1
 """Of these: sums in another order may come to lie on the other side of a uniform number."""
@@ -33,31 +35,37 @@ DIFFERENT_MAX = 1
 class Sampler(Protocol):
     """sampling.sample by other means."""
 
-    def sample(self, logits: mx.array, plan: SamplingPlan) -> Samples:
-        """Tokens and fingerprints of logits [S, vocab] float32."""
+    def sample(self, logits: mx.array, asked: mx.array) -> Samples:
+        """Tokens and fingerprints of logits [S, vocab] float32. asked: see `asked_by`."""
 
 
 def body() -> str:
     return f"sample<{THREADS}>(logits, (int)logits_shape[1], asked, tokens, chosen, margins);"
 
 
-def asked_of(plan: SamplingPlan) -> Floats:
-    """What the kernel is told of each row: [S, ASKED]."""
+def asked_by(plan: SamplingPlan) -> mx.array:
+    """What the kernel is told of each row: [S, ASKED] float32."""
+    if not plan.drawn:
+        return _greedy(plan.rows)
     asked = np.zeros((plan.rows, ASKED), np.float32)
-    if plan.drawn:
-        scale = np.float32(LOG2E) / plan.temperature
-        columns = (scale, plan.top_k, plan.top_p, plan.min_p, plan.uniform)
-        asked[list(plan.drawn)] = np.stack([it.astype(np.float32) for it in columns], axis=1)
-    return asked
+    scale = np.float32(LOG2E) / plan.temperature
+    columns = (scale, plan.top_k, plan.top_p, plan.min_p, plan.uniform)
+    asked[list(plan.drawn)] = np.stack([it.astype(np.float32) for it in columns], axis=1)
+    return mx.array(asked)
+
+
+@lru_cache(GREEDY_MAX)
+def _greedy(rows: int) -> mx.array:
+    return mx.array(np.zeros((rows, ASKED), np.float32))
 
 
 class CudaSampler:
     """See Sampler."""
 
-    def sample(self, logits: mx.array, plan: SamplingPlan) -> Samples:
+    def sample(self, logits: mx.array, asked: mx.array) -> Samples:
         rows = len(logits)
         tokens, chosen, margins = _kernel()(
-            inputs=[logits, mx.array(asked_of(plan))],
+            inputs=[logits, asked],
             grid=(rows * THREADS, 1, 1),
             threadgroup=(THREADS, 1, 1),
             output_shapes=[(rows,)] * 3,
@@ -93,7 +101,7 @@ def disagreement(sampler: Sampler, vocab: int, rows: int = CHECKED_ROWS) -> str:
     rng = np.random.default_rng(0)
     plan = plan_samples((_parameters(number, rng), number) for number in range(rows))
     logits = mx.array(rng.standard_normal((rows, vocab), np.float32) * 3)
-    got, wanted = sampler.sample(logits, plan), sample(logits, plan)
+    got, wanted = sampler.sample(logits, asked_by(plan)), sample(logits, plan)
     same = np.array(got.tokens) == np.array(wanted.tokens)
     greedy = np.ones(rows, bool)
     greedy[list(plan.drawn)] = False

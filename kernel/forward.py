@@ -19,6 +19,7 @@ from statemachine.records import Observation
 from .adapters import BASE, Serving
 from .compiled import CompiledCalls
 from .context import StepContext
+from .drawing import Sampler
 from .few_rows import FewRows
 from .gathered import GatheredCalls
 from .layout import Layout, as_taken, look, paged_caches
@@ -58,7 +59,7 @@ class Forward:
 
     window_max: no window that a mask names is wider; only a probe narrows them. dialect: kernels
     that attend through block tables, for models called packed. few_rows: the body of steps of few
-    rows.
+    rows. sampler: what draws samples in a step's own graph.
     """
 
     def __init__(
@@ -69,9 +70,11 @@ class Forward:
         window_max: int = ROWS_MAX,
         dialect: Dialect | None = None,
         few_rows: FewRows | None = None,
+        sampler: Sampler | None = None,
     ) -> None:
         self._layout = layout or look(model)
         self._few_rows = few_rows
+        self._sampler = sampler
         self._dialect = dialect
         self._body: Body = model
         self._head: Head = unchanged
@@ -84,7 +87,7 @@ class Forward:
         elif dialect is None or not dialect.in_place:
             self._calls = PackedCall(self._layout)
         else:
-            self._calls = CompiledCalls(PackedCall(self._layout).run)
+            self._calls = CompiledCalls(PackedCall(self._layout).run, self._draw)
 
     @property
     def shows_hidden(self) -> bool:
@@ -129,10 +132,41 @@ class Forward:
 
     def hidden(self, context: StepContext, pages: PageStep) -> tuple[mx.array, Observation]:
         """What the head is fed, [T, 1, D], and what the caches saw; writes go into `pages`."""
-        if not isinstance(self._calls, CompiledCalls):
+        body = self._body_for(context)
+        if isinstance(self._calls, CompiledCalls):
+            (hidden,), uses = self._calls.run(body, context, pages)
+        else:
             settle()
-        hidden, uses = self._calls.run(self._body_for(context), context, pages)
-        return hidden, observe(context.metadata, _told(uses, self._layout.reads))
+            hidden, uses = self._calls.run(body, context, pages)
+        return hidden, self._seen(context, uses)
+
+    def draws(self, context: StepContext) -> bool:
+        """Whether a step's samples can be drawn in its own graph: one of each row, in order."""
+        metadata = context.metadata
+        return (
+            self._sampler is not None
+            and isinstance(self._calls, CompiledCalls)
+            and context.serving is BASE
+            and len(metadata.seqs) == len(metadata.sampled) == metadata.total_rows
+        )
+
+    def drawn(
+        self, context: StepContext, pages: PageStep, asked: mx.array
+    ) -> tuple[list[mx.array], Observation]:
+        """A step that `draws`: tokens, logits and margins [T], and the tokens as the next step is
+        fed them; what the caches saw. asked: see drawing.asked_by.
+        """
+        assert isinstance(self._calls, CompiledCalls)
+        arrays, uses = self._calls.run(self._body_for(context), context, pages, asked)
+        return arrays, self._seen(context, uses)
+
+    def _draw(self, hidden: mx.array, asked: mx.array) -> list[mx.array]:
+        assert self._sampler is not None
+        samples = self._sampler.sample(self._logits(hidden), asked)
+        return [samples.tokens, samples.logits, samples.margins, as_fed(samples.tokens)]
+
+    def _seen(self, context: StepContext, uses: Items[CacheUse]) -> Observation:
+        return observe(context.metadata, _told(uses, self._layout.reads))
 
     def _body_for(self, context: StepContext) -> Body:
         """The body that a step's rows go through."""
@@ -145,11 +179,15 @@ class Forward:
 
     def logits(self, hidden: mx.array, rows: Longs, serving: Serving = BASE) -> mx.array:
         """Logits [len(rows), vocab] float32 of some rows."""
-        few = self._few_rows
-        if few is not None and few.makes_logits and serving is BASE and len(rows) <= few.rows_max:
-            return few.logits(hidden[_index(rows)][:, -1])
         with serving.rows(rows):
-            return self._head(hidden[_index(rows)])[:, -1].astype(mx.float32)
+            return self._logits(hidden[_index(rows)], serving)
+
+    def _logits(self, hidden: mx.array, serving: Serving = BASE) -> mx.array:
+        """Logits of what the head is fed, whose rows are `serving`'s."""
+        few = self._few_rows
+        if few is not None and few.makes_logits and serving is BASE and len(hidden) <= few.rows_max:
+            return few.logits(hidden[:, -1])
+        return self._head(hidden)[:, -1].astype(mx.float32)
 
 
 def _looked_at(metadata: StepMetadata) -> Longs:
@@ -165,13 +203,19 @@ def _told(uses: Items[CacheUse], reads: frozenset[int]) -> list[CacheUse]:
     """
     most = max(use.offset_reads for use in uses)
     return [
-        use if layer in reads else evolve(use, offset_reads=most) for layer, use in enumerate(uses)
+        use if use.offset_reads == most or layer in reads else evolve(use, offset_reads=most)
+        for layer, use in enumerate(uses)
     ]
 
 
 def anchor(hidden: mx.array) -> mx.array:
     """One element that depends on every layer's writes."""
     return hidden[-1, -1, :1]
+
+
+def as_fed(tokens: mx.array) -> mx.array:
+    """Sampled tokens as a model is fed them: int32."""
+    return tokens.astype(mx.int32)
 
 
 def hidden_rows(hidden: mx.array, rows: Longs) -> mx.array:

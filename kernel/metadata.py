@@ -166,7 +166,7 @@ def build(batch: Batch, geometry: Geometry) -> StepMetadata:
         pending=pending,
         sample_rows=_sample_rows(pieces, first, sampled),
         sampled=sampled,
-        sample_positions=tuple([at for piece in pieces for at in piece.sample_positions]),
+        sample_positions=_sample_positions(pieces, ends),
         score_rows=_score_rows(pieces, first),
         copies=batch.copies,
     )
@@ -263,6 +263,17 @@ def _sample_rows(pieces: tuple[Piece, ...], first: Longs, sampled: tuple[int, ..
         else:
             rows += range(end - piece.samples, end)
     return np.array(rows, np.int64)
+
+
+def _sample_positions(pieces: tuple[Piece, ...], ends: list[int]) -> tuple[int, ...]:
+    """The positions that samples take, of all pieces: [S]; `ends`: their offsets."""
+    positions: list[int] = []
+    for piece, end in zip(pieces, ends, strict=True):
+        if piece.samples == 1:
+            positions.append(end - piece.pads)
+        elif piece.samples:
+            positions += piece.sample_positions
+    return tuple(positions)
 
 
 def _score_rows(pieces: tuple[Piece, ...], first: Longs) -> Longs:
@@ -395,6 +406,11 @@ def _table_columns(metadata: StepMetadata) -> tuple[tuple[int, ...], ...]:
         if group.recurrent:
             table = states.as_used(table, metadata, number)
         data, width = table.astype("<i4").tobytes(), table.shape[1] * 4
-        ends = [(i * width, i * width + cover * 4) for i, cover in enumerate(covers)]
-        columns.append([xxh3_64_intdigest(data[begin:end]) for begin, end in ends])
+        begins = range(0, len(data), width)
+        columns.append(
+            [
+                xxh3_64_intdigest(data[at : at + 4 * cover])
+                for at, cover in zip(begins, covers, strict=True)
+            ]
+        )
     return tuple(zip(*columns, strict=True))

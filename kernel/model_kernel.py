@@ -30,15 +30,16 @@ from statemachine.records import Observation, ShadowReport
 
 from . import attention, fastmath, heap, rotations
 from .adapters import Adapters
-from .adjusting import adjusted, asked_of, plan_adjustments
+from .adjusting import Adjustments, adjusted, asked_of, plan_adjustments
 from .batch import GATHER, Batch, BuildFailed, EvalFailed, StepResult
 from .block_arrays import block_spec, to_device, to_host
 from .block_io import BlockRows, TensorSpec
-from .drawing import sampler_for
+from .context import StepContext
+from .drawing import asked_by, sampler_for
 from .errors import ModelError, describe
 from .families import family_of
 from .few_rows import few_rows
-from .forward import Forward, anchor, hidden_rows
+from .forward import Forward, anchor, as_fed, hidden_rows
 from .layout import Layout, look
 from .masks import Masks
 from .metadata import BadBatch, StepMetadata, build, last_tokens, pending_sources
@@ -47,7 +48,7 @@ from .order import Order
 from .paged_attention import Dialect
 from .paged_choice import choose, not_shared
 from .pages import Pages, PageStep
-from .sampling import plan_samples, sample
+from .sampling import Samples, SamplingPlan, plan_samples, sample
 from .shadow import EDGES, Shadow
 from .starting import Starter, settle
 from .telling import Telling, plan_telling, read, tell
@@ -73,12 +74,15 @@ class Ticket:
 
 @frozen(eq=False)
 class _Built:
-    """A step's graph, not yet started. replayed: whether it ran before, with other numbers."""
+    """A step's graph, not yet started. fed: its tokens as the next step may be fed them, where it
+    samples. replayed: whether it ran before, with other numbers.
+    """
 
     metadata: StepMetadata
     pages: PageStep
     observation: Observation
     outputs: list[mx.array]
+    fed: mx.array | None
     telling: Telling | None
     replayed: bool
 
@@ -146,7 +150,7 @@ class ModelKernel:
         if dialect is None:
             self._tables_off = self._tables_off or native_off
             native_off = ""
-        self._forward = Forward(model, layout, dialect=dialect, few_rows=few)
+        self._forward = Forward(model, layout, dialect=dialect, few_rows=few, sampler=self._sampler)
         anew = ""
         if dialect is not None and dialect.in_place:
             anew = not_shared(self._forward, layout, geometry.block_size)
@@ -220,7 +224,8 @@ class ModelKernel:
                 if ticket.started is None or ticket.telling is not None or not sampled:
                     settle()  # a read alone waits as well, but an eval must not meet another thread
                     mx.eval(ticket.outputs)
-                columns = [array.tolist() for array in ticket.outputs[:sampled]]
+                # numpy's list of them takes a third of the time that MLX's own takes.
+                columns = [np.array(array).tolist() for array in ticket.outputs[:sampled]]
         except Exception as error:
             failure = describe(error)
         if failure:
@@ -288,18 +293,47 @@ class ModelKernel:
         serving = self._adapters.serving(batch.pieces)
         context = self._forward.context(metadata, self._fed(metadata), serving)
         pages = self._pages.begin()
-        hidden, observation = self._forward.hidden(context, pages)
-        logits, tokens, outputs = None, None, [anchor(hidden)]
-        if metadata.sampled:
-            asked = [batch.pieces[i].parameters for i in metadata.sampled]
-            plan = plan_samples(zip(asked, metadata.sample_positions, strict=True))
-            changes = plan_adjustments(asked_of(batch.pieces), plan.rows, self._vocab, self._masks)
-            logits = self._forward.logits(hidden, metadata.sample_rows, serving)
-            draw = sample if self._sampler is None else self._sampler.sample
-            samples = draw(adjusted(logits, changes), plan)
-            outputs = [samples.tokens, samples.logits, samples.margins]
-            tokens = samples.tokens
+        plan, changes = self._plan(batch, metadata)
         telling = plan_telling(batch.pieces)
+        fed: mx.array | None
+        plain = plan is not None and changes is None and telling is None
+        if plan is not None and plain and self._forward.draws(context):
+            (*outputs, fed), observation = self._forward.drawn(context, pages, asked_by(plan))
+        else:
+            hidden, observation = self._forward.hidden(context, pages)
+            outputs, fed = self._outputs(context, hidden, plan, changes, telling)
+        replayed = self._forward.replayed
+        return _Built(metadata, pages, observation, outputs, fed, telling, replayed)
+
+    def _plan(
+        self, batch: Batch, metadata: StepMetadata
+    ) -> tuple[SamplingPlan | None, Adjustments | None]:
+        """What samples a step has, and what is done to their logits before; None for neither."""
+        if not metadata.sampled:
+            return None, None
+        asked = [batch.pieces[i].parameters for i in metadata.sampled]
+        plan = plan_samples(zip(asked, metadata.sample_positions, strict=True))
+        wished = asked_of(batch.pieces)
+        return plan, plan_adjustments(wished, plan.rows, self._vocab, self._masks)
+
+    def _outputs(
+        self,
+        context: StepContext,
+        hidden: mx.array,
+        plan: SamplingPlan | None,
+        changes: Adjustments | None,
+        telling: Telling | None,
+    ) -> tuple[list[mx.array], mx.array | None]:
+        """A step's outputs, and its tokens as the next is fed them, of what left the body."""
+        metadata, serving = context.metadata, context.serving
+        logits, tokens, fed = None, None, None
+        if plan is None:
+            outputs = [anchor(hidden)]
+        else:
+            logits = self._forward.logits(hidden, metadata.sample_rows, serving)
+            samples = self._draw(adjusted(logits, changes), plan)
+            outputs = [samples.tokens, samples.logits, samples.margins]
+            tokens, fed = samples.tokens, as_fed(samples.tokens)
         if telling is not None:
             outputs += tell(
                 telling,
@@ -310,16 +344,23 @@ class ModelKernel:
                 lambda rows, held: self._forward.logits(held, rows, serving),
                 lambda numbers: hidden_rows(hidden, metadata.sample_rows[numbers]),
             )
-        replayed = self._forward.replayed
-        return _Built(metadata, pages, observation, outputs, telling, replayed)
+        return outputs, fed
+
+    def _draw(self, logits: mx.array, plan: SamplingPlan) -> Samples:
+        if self._sampler is None:
+            return sample(logits, plan)
+        return self._sampler.sample(logits, asked_by(plan))
 
     def _fed(self, metadata: StepMetadata) -> mx.array | None:
         """Tokens of the pending rows, [Q], from the newest step's, which may still run."""
         sources = pending_sources(metadata, self._newest.places)
         if not sources:
             return None
-        assert self._newest.tokens is not None
-        return self._newest.tokens[mx.array(np.array(sources, np.uint32))]
+        tokens = self._newest.tokens
+        assert tokens is not None
+        if sources == list(range(len(tokens))):
+            return tokens
+        return tokens[mx.array(np.array(sources, np.uint32))]
 
     def _check_tokens(self, batch: Batch, metadata: StepMetadata) -> None:
         """MLX reads beyond an embedding without an error."""
@@ -337,8 +378,8 @@ class ModelKernel:
         self._pages.commit(built.pages)
         metadata, outputs = built.metadata, built.outputs
         places = last_tokens(metadata, range(len(metadata.sampled)))
-        fed = outputs[0].astype(mx.int32) if places else None
-        arrays = [*outputs, *self._pages.states, *([] if fed is None else [fed])]
+        fed = [] if built.fed is None else [built.fed]
+        arrays = [*outputs, *self._pages.states, *fed]
         started, failure = None, ""
         if built.replayed and self._starter is not None:
             started = self._starter.start(arrays)
@@ -350,7 +391,7 @@ class ModelKernel:
                 failure = describe(error)
         if failure:
             self._fail(outputs, failure)
-        self._newest = _Newest(fed, places)
+        self._newest = _Newest(built.fed, places)
         telling = built.telling
         return Ticket(number, metadata, built.observation, report, outputs, telling, started)
 

@@ -180,7 +180,7 @@ class StepTables:
         long = (metadata.rows > 1) & (metadata.rows * metadata.end > most)
         self._short: Longs = np.flatnonzero(~long)
         self._long: list[int] = np.flatnonzero(long).tolist()
-        self._runs = _runs(metadata, long)
+        self._runs = _runs(metadata, long) if self._long else []
         self._plans: dict[tuple[int, int], tuple[mx.array, RowsPlan]] = {}
         self._fetches: dict[tuple[int, int], tuple[mx.array, int, mx.array | str]] = {}
 

@@ -26,8 +26,12 @@ from .paged_attention import ROW_KEYS_MAX, Dialect, Layer, Shape, StepTables
 from .pages import Codes, PageStep
 from .quantised import Code
 
-PIECES = ((0, 1), (15, 1), (16, 1), (33, 3), (1400, 1), (50, 12), (0, 20), (1, 1), (300, 2))
+Pieces = tuple[tuple[int, int], ...]
+
+PIECES: Pieces = ((0, 1), (15, 1), (16, 1), (33, 3), (1400, 1), (50, 12), (0, 20), (1, 1), (300, 2))
 """Rows before the step, and in it, of each sequence."""
+SHORT = ((0, 1), (33, 3), (300, 2), (15, 1))
+"""Pieces of which no row is split: kernels for such steps are others."""
 LONGER = ((0, 75), (210, 40))
 """More of these, for a dialect that attends to all rows of a piece itself, in tiles."""
 WINDOW_MAX = 37
@@ -43,7 +47,7 @@ def disagreement(dialect: Dialect, asked: Iterable[tuple[Shape, Group]]) -> str:
     """Why these kernels must not be used; empty where they give what the gather gives."""
     for number, (shape, group) in enumerate(asked):
         try:
-            reasons = (_compared(dialect, shape, group, number, it) for it in _limits(dialect))
+            reasons = (_compared(dialect, shape, group, number, *it) for it in _steps(dialect))
             reason = next(filter(None, reasons), "")
         except Exception as error:  # a kernel that does not compile, say
             reason = describe(error)
@@ -68,18 +72,24 @@ class _Case:
     filled: np.ndarray
 
 
-def _limits(dialect: Dialect) -> tuple[int | None, ...]:
-    """What pieces may have of keys and still be attended row by row: few, so that some are fetched,
-    and the dialect's own where that is more than a GPU's.
+def _steps(dialect: Dialect) -> tuple[tuple[Pieces, int | None], ...]:
+    """Pieces, and what they may have of keys and still be attended row by row: few, so that some
+    are fetched; and any number, of pieces without splits or where a dialect takes more than a GPU.
     """
     few = FETCHED_KEYS if dialect.in_place else None
-    return (few,) if dialect.row_keys_max == ROW_KEYS_MAX else (few, None)
+    if dialect.row_keys_max == ROW_KEYS_MAX:
+        return ((PIECES, few), (SHORT, None)) if dialect.in_place else ((PIECES, few),)
+    return (((*PIECES, *LONGER), few), ((*PIECES, *LONGER), None))
 
 
 def _compared(
-    dialect: Dialect, shape: Shape, group: Group, seed: int, row_keys_max: int | None
+    dialect: Dialect,
+    shape: Shape,
+    group: Group,
+    seed: int,
+    pieces: Pieces,
+    row_keys_max: int | None,
 ) -> str:
-    pieces = PIECES if dialect.row_keys_max == ROW_KEYS_MAX else (*PIECES, *LONGER)
     case = _case(shape, group, pieces, seed)
     context = StepContext(case.metadata)
     plain = PageStep([case.key_pages], [case.value_pages], (case.codes,))
@@ -105,7 +115,7 @@ def _compared(
     return ""
 
 
-def _case(shape: Shape, group: Group, lengths: tuple[tuple[int, int], ...], seed: int) -> _Case:
+def _case(shape: Shape, group: Group, lengths: Pieces, seed: int) -> _Case:
     size = shape.block_size
     covers = [-(-(start + rows) // size) for start, rows in lengths]
     blocks = sum(covers) + 3

@@ -18,7 +18,7 @@ from .attention_cpu import CpuDialect
 from .attention_cuda import CudaDialect
 from .attention_metal import MetalDialect
 from .batch import Batch, Piece
-from .drawing import Sampler
+from .drawing import Sampler, asked_by
 from .errors import describe
 from .extension import extension
 from .forward import Forward
@@ -29,6 +29,7 @@ from .paged_check import disagreement
 from .paged_plan import RowsPlan
 from .pages import PageStep
 from .products import Products
+from .sampling import plan_samples
 
 
 def choose(model: Any, layout: Layout, block_size: int) -> tuple[Dialect | None, str]:
@@ -81,17 +82,21 @@ def not_shared(forward: Forward, layout: Layout, block_size: int) -> str:
 
 
 def _feed_one_row(forward: Forward, layout: Layout, block_size: int) -> None:
-    """Build a step of one row over pages of one block."""
+    """Build a step of one row over pages of one block, sampled where that is part of its graph."""
     geometry = Geometry(block_size=block_size, groups=layout.groups(1))
     count = len(geometry.groups)
     sequence = Sequence(0, Namespace(), 0, committed=1, tables=((0,),) * count, starts=(0,) * count)
-    metadata = build(Batch(0, (Piece(sequence, (0,)),)), geometry)
+    metadata = build(Batch(0, (Piece(sequence, (0,), samples=1),)), geometry)
     pages = PageStep(
         [mx.zeros((1, block_size, it.kv_heads, it.key_dim), it.dtype) for it in layout.shapes],
         [mx.zeros((1, block_size, it.kv_heads, it.value_dim), it.dtype) for it in layout.shapes],
         tuple(it.codes for it in layout.shapes),
     )
-    forward.hidden(forward.context(metadata), pages)
+    context = forward.context(metadata)
+    if forward.draws(context):
+        forward.drawn(context, pages, asked_by(plan_samples([(None, 1)])))
+    else:
+        forward.hidden(context, pages)
 
 
 class _Recorder(OnGpu):

@@ -32,6 +32,10 @@ MULTIPROCESSORS = 132
 ROOM_BYTES, SLACK_BYTES = 224 << 10, 4 << 10
 """Of a multiprocessor's shared memory, for blocks that run at once; and what no stage is in."""
 STAGES_MAX = 8
+PARTS = "parts"
+"""The output of float32 sums that blocks leave each other; only where they do: to MLX each array
+more is work.
+"""
 
 
 @frozen
@@ -172,14 +176,16 @@ def narrow_source(form: Form) -> Source:
 def wide_source(form: Form, cut: Cut) -> Source:
     """The kernel for up to `cut.rows`: `cut.splits` blocks a group."""
     numbers = f"{cut.rows}, {cut.tiles}, {cut.splits}, {cut.stages}"
+    left = (PARTS,) if cut.splits > 1 else ()
     body = f"""{form.text}wide_product<{form.type}, {numbers}>(
-    x, (int)x_shape[0], width, features / {TILE}, parts, (unsigned*)counters, layer);"""
+    x, (int)x_shape[0], width, features / {TILE}, {PARTS if left else "(float*)nullptr"},
+    (unsigned*)counters, layer);"""
     room_bytes = cut.stages * cut.stage_bytes + SLACK_BYTES
     if "norm" in form.inputs:
         room_bytes += cut.norm_bytes
     # MLX asks for a kernel's room once a name.
     name = _name(form, cut.rows, cut.tiles, cut.splits, cut.stages, room_bytes)
-    inputs, outputs = (*form.inputs, "counters"), (*form.outputs, "parts")
+    inputs, outputs = (*form.inputs, "counters"), (*form.outputs, *left)
     return Source(name, WIDE_HEADERS, WIDE_THREADS, room_bytes, inputs, outputs, body)
 
 

@@ -20,6 +20,7 @@ from .kernel_text import header
 from .product_forms import (
     MULTIPROCESSORS,
     PART,
+    PARTS,
     TILE,
     Form,
     Source,
@@ -227,13 +228,13 @@ class CudaProducts(ArrayProducts):
     ) -> list[mx.array]:
         """Run a kernel: its outputs."""
         dtype = inputs[0].dtype
-        parts = [mx.float32 if name == "parts" else dtype for name in source.outputs]
+        dtypes = [mx.float32 if name == PARTS else dtype for name in source.outputs]
         outputs: list[mx.array] = _kernel(source)(
             inputs=inputs,
             grid=(blocks * source.threads, 1, 1),
             threadgroup=(source.threads, 1, 1),
             output_shapes=shapes,
-            output_dtypes=parts,
+            output_dtypes=dtypes,
         )
         return outputs
 
@@ -250,9 +251,10 @@ class CudaProducts(ArrayProducts):
             mx.eval(self._counters)
         way = cut(rows, features, width)
         blocks = way.groups(features) * way.splits
-        parts = (blocks * way.share if way.splits > 1 else 1,)
+        left = [(blocks * way.share,)] if way.splits > 1 else []
         inputs = [*inputs, self._counters]
-        return self.launch(wide_source(form, way), inputs, blocks, [*shapes, parts])[:-1]
+        outputs = self.launch(wide_source(form, way), inputs, blocks, [*shapes, *left])
+        return outputs[: len(shapes)]
 
 
 def _normed(x: mx.array, norm: Norm) -> tuple[list[mx.array], float | None]:

@@ -12,7 +12,7 @@ fed these.
 from __future__ import annotations
 
 import threading
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from queue import SimpleQueue
 
 import mlx.core as mx
@@ -54,7 +54,7 @@ class Starter:
 
     def settle(self) -> None:
         """Wait until nothing is being started."""
-        wait([self._newest])
+        self._newest.result()
 
     def _run(self) -> None:
         mx.set_default_stream(self._stream)

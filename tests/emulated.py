@@ -27,7 +27,7 @@ from kernel.paged_attention import Layer, OnGpu, Shape
 from kernel.paged_plan import RowsPlan
 from kernel.product_forms import Source
 from kernel.products import CudaProducts, Products, Shapes
-from kernel.sampling import Samples, SamplingPlan
+from kernel.sampling import Samples
 
 EMULATOR = Path(__file__).parent / "emulator"
 ALIGNMENT = 256
@@ -176,7 +176,7 @@ class EmulatedSampler:
         self.calls = 0
         self._changes = changes
 
-    def sample(self, logits: mx.array, plan: SamplingPlan) -> Samples:
+    def sample(self, logits: mx.array, asked: mx.array) -> Samples:
         self.calls += 1
         values = ["const float* logits", "const float* asked", "unsigned* tokens"]
         values += ["float* chosen", "float* margins", "const int* logits_shape"]
@@ -189,7 +189,7 @@ class EmulatedSampler:
         tokens = mx.full((rows,), 2**32 - 1, mx.uint32)
         mx.eval(tokens)
         chosen, margins = (_poisoned((rows,), mx.float32) for _ in range(2))
-        told = [mx.array(drawing.asked_of(plan)), tokens, chosen, margins]
+        told = [asked, tokens, chosen, margins]
         shape = mx.array(np.array(logits.shape, np.int32))
         _call(library.run_sample, (rows, 1, drawing.THREADS), [logits, *told, shape])
         return Samples(tokens, chosen, margins)
@@ -216,14 +216,27 @@ class EmulatedCuda(OnGpu):
     def _compiled(self, shape: Shape) -> ctypes.CDLL:
         kind = TYPES[shape.dtype]
         names = {"sinks": "const void*", "counters": "unsigned*"}
-        decode = [f"{names.get(n, _pointer(shape, n))} {n}" for n in attention_cuda.DECODE_INPUTS]
-        decode += [f"{kind}* out", "float* parts", "float* tops"]
+        inputs = [f"{names.get(n, _pointer(shape, n))} {n}" for n in attention_cuda.DECODE_INPUTS]
+        entries = (
+            ""
+            if shape.dtype == mx.uint32
+            else "".join(
+                _entry(
+                    f"run_decode_{int(split)}",
+                    inputs + [f"{kind if it == 'out' else 'float'}* {it}" for it in given],
+                    decode_body(shape, split),
+                )
+                for split, given in (
+                    (it, attention_cuda.decode_outputs(it)) for it in (False, True)
+                )
+            )
+        )
         fetch = [f"{_pointer(shape, n)} {n}" for n in attention_cuda.FETCH_INPUTS]
         fetch += [f"{kind}* out_keys", f"{kind}* out_values"]
         return _library(
             '#include "cuda.h"\n'
             + _text(attention_cuda.HEADERS, self._changes)
-            + ("" if shape.dtype == mx.uint32 else _entry("run_decode", decode, decode_body(shape)))
+            + entries
             + _entry("run_fetch", fetch, attention_cuda.fetch_body(shape))
         )
 
@@ -238,11 +251,10 @@ class EmulatedCuda(OnGpu):
         tops = _poisoned((counts.items, heads, 2), mx.float32)
         grid = (shape.columns, counts.items, attention_cuda.warps_of(shape) * 32)
         arrays = [plan, queries, layer.key_pages, layer.value_pages, layer.keys, layer.values]
-        _call(
-            self._compiled(shape).run_decode,
-            grid,
-            [*arrays, sinks, self._counters, out, parts, tops],
-        )
+        split = counts.splits > 1
+        outputs = [out, parts, tops][: len(attention_cuda.decode_outputs(split))]
+        entry = getattr(self._compiled(shape), f"run_decode_{int(split)}")
+        _call(entry, grid, [*arrays, sinks, self._counters, *outputs])
         return out
 
     def fetch(

@@ -8,22 +8,30 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from attrs import asdict
+from msgspec import structs
 
-from kernel import attention
+from kernel import attention, model_kernel
 from kernel.adapters import Serving
 from kernel.batch import Batch
 from kernel.compiled import CompiledCalls
 from kernel.context import StepContext
-from kernel.forward import PackedCall
+from kernel.drawing import Sampler
+from kernel.forward import Forward, PackedCall
 from kernel.layout import look
 from kernel.metadata import build
 from kernel.model_kernel import ModelKernel
 from kernel.paged_attention import Layer, OnGpu, Shape
 from kernel.paged_plan import ITEM_INTS, RowsPlan
 from kernel.pages import Pages
+from kernel.sampling import Samples
 from kernel.split import body_and_head
 from kernel.tiny import tiny_llama
+from server.engine import Engine
+from server.parts import Parts
+from server.policy import Policy
+from server.submission import Submission, Update
 from statemachine.geometry import Geometry, Group
+from statemachine.records import Parameters
 
 from .emulated import EmulatedCuda
 from .paged import Book
@@ -37,10 +45,10 @@ class InGraph(OnGpu):
     in_place = True
     blocks = 24
     products = None
-    sampler = None
 
-    def __init__(self) -> None:
+    def __init__(self, sampler: Sampler | None = None) -> None:
         self.calls = 0
+        self.sampler = sampler
 
     def decode(
         self, shape: Shape, plan: mx.array, counts: RowsPlan, queries: mx.array, layer: Layer
@@ -83,7 +91,7 @@ class Steps:
         metadata = build(Batch(1, tuple(pieces)), self.geometry)
         contexts = [StepContext(metadata, dialect=self.dialect) for _ in range(2)]
         before = self.dialect.calls
-        hidden, uses = self.compiled.run(self.body, contexts[0], self.pages.begin())
+        (hidden,), uses = self.compiled.run(self.body, contexts[0], self.pages.begin())
         built = self.dialect.calls - before
         wanted, counted = self.plain.run(self.body, contexts[1], self.pages.begin())
         np.testing.assert_array_equal(np.array(hidden), np.array(wanted))
@@ -156,6 +164,98 @@ def test_a_body_that_a_graph_can_hold_has_nothing_to_tell() -> None:
     model = tiny_llama(2, layers=LAYERS)
     geometry = Geometry(block_size=4, groups=(Group(num_blocks=8),))
     assert ModelKernel(model, geometry, dialect=InGraph()).attention == "tables"
+
+
+class Leaning:
+    """A sampler of MLX's operations: the last of the likeliest tokens, the more the higher what it
+    is told of a row. evaluates: where no graph can hold it.
+    """
+
+    def __init__(self, evaluates: bool = False) -> None:
+        self.calls = 0
+        self._evaluates = evaluates
+
+    def sample(self, logits: mx.array, asked: mx.array) -> Samples:
+        self.calls += 1
+        leaning = logits + mx.arange(logits.shape[1]) * asked[:, -1:] * 0.05
+        if self._evaluates:
+            mx.eval(leaning)
+        tokens = mx.argmax(leaning, axis=-1)
+        chosen = mx.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
+        return Samples(tokens, chosen, leaning.max(axis=-1) - chosen)
+
+
+LENGTHS = (30, 12, 30, 21)
+"""Tokens of each answer: where one ends, those behind it are fed from other places."""
+
+
+@pytest.fixture
+def _unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_kernel, "sampler_for", lambda sampler, _: (sampler, ""))
+
+
+def _answers(sampler: Leaning) -> list[tuple[int, ...]]:
+    geometry = Geometry(block_size=4, groups=(Group(num_blocks=64),))
+    kernel = ModelKernel(tiny_llama(3, layers=LAYERS), geometry, dialect=InGraph(sampler))
+    assert kernel.attention == "tables"
+    sampler.calls = 0
+    engine = Engine(lambda: Parts(kernel, Policy(lookahead=True)))
+    engine.open()
+    told: list[tuple[int, ...]] = [() for _ in LENGTHS]
+    for number, length in enumerate(LENGTHS):
+
+        def sink(update: Update, number: int = number) -> None:
+            told[number] += tuple(update.tokens)
+
+        drawn: dict[str, Any] = {"temperature": 1.0, "seed": number} if number % 2 else {}
+        engine.submit(Submission((7, 8 + number), Parameters(max_tokens=length, **drawn)), sink)
+    while engine.step():
+        pass
+    engine.stop()
+    assert engine.status()["divergences"] == 0
+    assert tuple(map(len, told)) == LENGTHS
+    return told
+
+
+@pytest.mark.usefixtures("_unchecked")
+def test_samples_are_drawn_in_the_graph_of_their_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    within, apart = Leaning(), Leaning()
+    found = _answers(within)
+    # One of the prompts together, which is not shared; then one each for 4, 3 and 2 rows, and more
+    # where tables outgrew a graph.
+    assert within.calls <= 8
+    monkeypatch.setattr(Forward, "draws", lambda *_: False)
+    assert _answers(apart) == found
+    assert apart.calls >= 30
+    assert len(set(found)) == len(LENGTHS)
+
+
+@pytest.mark.usefixtures("_unchecked")
+def test_a_sampler_that_no_graph_can_hold_is_told_at_load() -> None:
+    geometry = Geometry(block_size=4, groups=(Group(num_blocks=8),))
+    dialect = InGraph(Leaning(evaluates=True))
+    found = ModelKernel(tiny_llama(2, layers=LAYERS), geometry, dialect=dialect).attention
+    assert found.startswith("tables; each step is built anew: ValueError: [eval] Attempting to")
+
+
+@pytest.mark.usefixtures("_unchecked")
+def test_tokens_in_their_own_order_are_fed_as_they_are() -> None:
+    geometry = Geometry(block_size=4, groups=(Group(num_blocks=64),))
+    kernel = ModelKernel(tiny_llama(3, layers=LAYERS), geometry, dialect=InGraph(Leaning()))
+    book = Book(geometry)
+    pieces = tuple(book.append(seq, [5, seq]) for seq in range(3))
+    kernel.collect(kernel.issue(Batch(1, pieces)))
+
+    def fed(*seqs: int) -> mx.array | None:
+        ahead = [structs.replace(book.append(seq, [0]), tokens=(), pending=1) for seq in seqs]
+        return kernel._fed(build(Batch(2, tuple(ahead)), geometry))
+
+    tokens = kernel._newest.tokens
+    assert tokens is not None
+    assert fed(0, 1, 2) is tokens
+    mixed = fed(2, 0)
+    assert mixed is not None
+    assert mixed.tolist() == [tokens[2].item(), tokens[0].item()]
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ import pytest
 
 from kernel import drawing
 from kernel.batch import Batch
-from kernel.drawing import disagreement, sampler_for
+from kernel.drawing import asked_by, disagreement, sampler_for
 from kernel.model_kernel import ModelKernel
 from kernel.sampling import plan_samples, sample
 from kernel.tiny import tiny_llama
@@ -43,9 +43,17 @@ def test_fewer_tokens_than_threads() -> None:
     assert disagreement(EmulatedSampler(), 61, rows=32) == ""
 
 
+def test_what_greedy_rows_ask_for_is_made_once() -> None:
+    plans = [plan_samples([(None, place)] * 3) for place in (4, 5)]
+    assert asked_by(plans[0]) is asked_by(plans[1])
+    assert asked_by(plans[0]).tolist() == [[0.0] * 5] * 3
+    drawn = plan_samples([(Parameters(1, temperature=1.0, seed=9, top_k=7), 0), (None, 0)])
+    assert [row[1] for row in asked_by(drawn).tolist()] == [7.0, 0.0]
+
+
 def test_equal_logits_give_the_first_token_and_no_margin() -> None:
     logits = mx.zeros((1, 3000))
-    got = EmulatedSampler().sample(logits, plan_samples([(None, 0)]))
+    got = EmulatedSampler().sample(logits, asked_by(plan_samples([(None, 0)])))
     assert (got.tokens.item(), got.logits.item(), got.margins.item()) == (0, 0.0, 0.0)
 
 
@@ -54,7 +62,7 @@ def test_a_top_k_beyond_the_vocabulary_cuts_nothing() -> None:
     logits = mx.array(rng.standard_normal((12, 300), np.float32))
     asked = [(Parameters(1, temperature=1.0, seed=9, top_k=300), place) for place in range(12)]
     plan = plan_samples(asked)
-    got, wanted = EmulatedSampler().sample(logits, plan), sample(logits, plan)
+    got, wanted = EmulatedSampler().sample(logits, asked_by(plan)), sample(logits, plan)
     assert got.tokens.tolist() == wanted.tokens.tolist()
 
 
@@ -72,7 +80,8 @@ def test_the_kernel_of_a_model_draws_with_its_dialects_sampler() -> None:
         )
         result = kernel.collect(kernel.issue(Batch(1, pieces)))
         tokens.append(result.tokens)
-        assert sampler is None or sampler.calls == 2  # the comparison at load, and this step
+        # At load the comparison, and twice whether steps can share graphs; then this step.
+        assert sampler is None or sampler.calls == 4
     assert tokens[0] == tokens[1]
     assert len(set(tokens[0])) > 1
 
@@ -105,7 +114,7 @@ def test_a_broken_sampler_is_left_alone(kind: str) -> None:
     else:
         logits = mx.zeros((1, 3000))
         assert sampler is not None
-        assert sampler.sample(logits, plan_samples([(None, 0)])).tokens.item() == 2999
+        assert sampler.sample(logits, asked_by(plan_samples([(None, 0)]))).tokens.item() == 2999
 
 
 def test_a_sampler_that_does_not_compile_is_left_alone() -> None:

@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from kernel import attention, fastmath, paged_attention, paged_choice
+from kernel import attention, attention_cuda, fastmath, paged_attention, paged_choice
 from kernel.attention_cuda import warps_of
 from kernel.caches import PagedCache
 from kernel.context import StepContext
@@ -82,8 +82,21 @@ def _dispatch() -> None:
 def test_kernels_give_what_the_gather_gives(emulated: Any, kind: str) -> None:
     dialect = emulated()
     assert disagreement(dialect, [(SHAPES[kind], group) for group in GROUPS]) == ""
-    # A step is decoded in one call; three pieces are fetched where rows are written in place.
-    assert dialect.calls == (12 if dialect.in_place else 3)
+    # A step is decoded in one call. Where rows are written in place three pieces are fetched, and
+    # there is a second step, without splits.
+    assert dialect.calls == (15 if dialect.in_place else 3)
+
+
+def test_the_kernel_of_steps_without_splits_is_compared_too(monkeypatch: Any) -> None:
+    made = attention_cuda.decode_body
+
+    def body(shape: Shape, split: bool = True) -> str:
+        text = made(shape, split)
+        return text if split else text.replace(shape.scale_of_two, "0.0f")
+
+    monkeypatch.setattr("tests.emulated.decode_body", body)
+    found = disagreement(EmulatedCuda(), [(PLAIN, Group())])
+    assert "attention differs from the gather's" in found
 
 
 BROKEN: dict[str, tuple[Shape, Change, str]] = {
