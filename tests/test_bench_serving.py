@@ -18,6 +18,7 @@ from server.parts import Parts
 from server.policy import Policy
 from server.settings import Settings
 from statemachine.geometry import Geometry, Group
+from tests.bench.__main__ import asked_for
 from tests.bench.asking import Answer
 from tests.bench.figures import Figures, figures, median, quantile
 from tests.bench.loads import ASKED, LOADS, Load, beside, burst, chats, poisson, said, shared, told
@@ -209,3 +210,8 @@ def test_repeated_runs_are_told_by_each_figure_s_median() -> None:
 def test_a_quantile_is_the_smallest_value_that_enough_do_not_exceed() -> None:
     values = [float(value) for value in range(1, 21)]
     assert [quantile(values, share) for share in (0.05, 0.5, 0.95, 1.0)] == [1.0, 10.0, 19.0, 20.0]
+
+
+def test_make_bench_measures_all_but_the_slow_growth_where_no_section_is_named() -> None:
+    assert asked_for([]).sections == ["machine", "replay", "kernels", "model", "http"]
+    assert asked_for(["growth", "--rows", "1e7"]).sections == ["growth"]
