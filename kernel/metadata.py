@@ -166,7 +166,7 @@ def build(batch: Batch, geometry: Geometry) -> StepMetadata:
         pending=pending,
         sample_rows=_sample_rows(pieces, first, sampled),
         sampled=sampled,
-        sample_positions=_sample_positions(pieces, ends),
+        sample_positions=tuple([at for piece in pieces for at in piece.sample_positions]),
         score_rows=_score_rows(pieces, first),
         copies=batch.copies,
     )
@@ -263,17 +263,6 @@ def _sample_rows(pieces: tuple[Piece, ...], first: Longs, sampled: tuple[int, ..
         else:
             rows += range(end - piece.samples, end)
     return np.array(rows, np.int64)
-
-
-def _sample_positions(pieces: tuple[Piece, ...], ends: list[int]) -> tuple[int, ...]:
-    """The positions that samples take, of all pieces: [S]; `ends`: their offsets."""
-    positions: list[int] = []
-    for piece, end in zip(pieces, ends, strict=True):
-        if piece.samples == 1:
-            positions.append(end - piece.pads)
-        elif piece.samples:
-            positions += piece.sample_positions
-    return tuple(positions)
 
 
 def _score_rows(pieces: tuple[Piece, ...], first: Longs) -> Longs:
