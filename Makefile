@@ -15,7 +15,7 @@ help:
 	@echo "make clients real clients from PyPI and npm, installed into .clients, against a real server"
 	@echo "make faults  put each known bug back and let replay find it"
 	@echo "make sim     random loads for SECONDS=60, each clean at fold and plan"
-	@echo "make bench   measure on this machine and beside other servers (ROWS=1e7: replays of tapes up to that long)"
+	@echo "make bench   measure on this machine and beside other servers, in an hour (ROWS=1e7: replays of tapes up to that long)"
 
 setup: $(VENV)/installed
 

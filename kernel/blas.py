@@ -118,8 +118,8 @@ def _share_cores() -> None:
     """As many threads as a container lends cores, where nobody asked for another number: libraries
     count those of the machine.
     """
-    lent = cores()
-    if lent < (os.cpu_count() or 1) and "OMP_NUM_THREADS" not in os.environ:
+    lent, others = cores(), {"OMP_NUM_THREADS", "GOTO_NUM_THREADS"}  # which give way to these two
+    if lent < (os.cpu_count() or 1) and others.isdisjoint(os.environ):
         for name in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
             os.environ.setdefault(name, str(lent))
 

@@ -1,10 +1,11 @@
 """Compiled: steps of decode rows whose graph is built once and then fed, by mx.compile.
 
-Owns the graphs, one for each number of rows and size of plan. Building a step's graph in Python
-takes about as long as a large GPU takes to compute it. Only where rows are written in place: then
-page arrays stay the same ones, and a step's body is a function of its tokens, positions and plans,
-and of nothing else that changes. Plans are filled up to few sizes, so that steps share graphs while
-contexts grow. Where samples are drawn of all rows as they are, that is part of the graph as well.
+Owns the graphs, one for each number of rows and size of plan, with samples or without. Building a
+step's graph in Python takes about as long as a large GPU takes to compute it. Only where rows are
+written in place: then page arrays stay the same ones, and a step's body is a function of its
+tokens, positions and plans, and of nothing else that changes. Plans are filled up to few sizes, so
+that steps share graphs while contexts grow. Where samples are drawn of all rows as they are, that
+is part of the graph as well.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from .starting import settle
 
 log = logging.getLogger(__name__)
 
-GRAPHS_MAX = 64
+GRAPHS_MAX = 128
 Run = Callable[[Body, StepContext, PageStep], tuple[mx.array, list[CacheUse]]]
 Draw = Callable[[mx.array, mx.array], list[mx.array]]
 """Of what leaves the body, [T, 1, D], and of what a sampler is told of each row, [T, ...]."""
@@ -107,7 +108,7 @@ class CompiledCalls:
         self.failure = failure
         log.warning(
             "from here on each step's graph is built anew, which takes milliseconds: "
-            "the model's body cannot be compiled: %s",
+            "the step cannot be compiled: %s",
             failure,
         )
         self._graphs.clear()

@@ -53,14 +53,14 @@ def _quotas_v1() -> Iterator[tuple[int, int]]:
 def _told(controller: str, file: str) -> list[str]:
     """What a file says in this process' group and in those above it; `controller`: of version 1."""
     try:
-        lines = [line.split(":", 2) for line in GROUPS.read_text().splitlines()]
+        told = GROUPS.read_text(errors="surrogateescape")
     except OSError:
         return []
+    lines = [line.split(":", 2) for line in told.splitlines()]
+    paths = [it[2] for it in lines if len(it) == 3 and controller in it[1].split(",")]
+    top = MOUNT / controller  # a link to where it is mounted together with others
     found = []
-    for _, names, path in (line for line in lines if len(line) == 3):
-        if controller not in names.split(","):
-            continue
-        top = MOUNT / names if controller else MOUNT
+    for path in paths:
         group = top / path.lstrip("/")
         for folder in (group, *group.parents):
             if folder.is_relative_to(top):

@@ -143,8 +143,8 @@ def _widened(model: Any, tell: Progress) -> Any:
     bytes_needed, memory = 4 * total, memory_bytes()
     if bytes_needed > memory:
         tell(
-            f"its weights take {bytes_needed / 2**30:.1f} GiB in float32, and this machine has "
-            f"{memory / 2**30:.1f} GiB: they stay as they are, which is many times slower here"
+            f"its weights take {bytes_needed / 2**30:.1f} GiB in float32, and there are "
+            f"{memory / 2**30:.1f} GiB here: they stay as they are, which is many times slower here"
         )
         return model
     narrow = {name: found for name, it in model.named_modules() if (found := narrow_of(it))}

@@ -45,13 +45,13 @@ def pool_blocks(settings: Settings, layout: Layout, beside: int = 0) -> tuple[in
     if blocks < 1:
         raise SettingsError(
             f"one block of {settings.block_size} tokens takes {each / 2**20:.1f} MiB, more than "
-            "kv_memory (or a quarter of this machine's memory) holds: give more, or a smaller "
+            "kv_memory (or a quarter of the memory here) holds: give more, or a smaller "
             "block_size"
         )
     if blocks * each > memory:
         raise SettingsError(
-            f"{blocks} blocks take {blocks * each / 2**30:.1f} GiB, but this machine has "
-            f"{memory / 2**30:.1f} GiB of memory: give fewer with num_blocks or kv_memory"
+            f"{blocks} blocks take {blocks * each / 2**30:.1f} GiB, but there are "
+            f"{memory / 2**30:.1f} GiB of memory here: give fewer with num_blocks or kv_memory"
         )
     return int(blocks), each
 
@@ -68,8 +68,8 @@ def pool_slots(settings: Settings, layout: Layout) -> int:
         slots = max(SLOTS_MIN, min(SLOTS_EACH * settings.max_running, memory // 8 // each))
     if slots * each > memory:
         raise SettingsError(
-            f"{slots} slots take {slots * each / 2**30:.1f} GiB, but this machine has "
-            f"{memory / 2**30:.1f} GiB of memory: give fewer with num_slots"
+            f"{slots} slots take {slots * each / 2**30:.1f} GiB, but there are "
+            f"{memory / 2**30:.1f} GiB of memory here: give fewer with num_slots"
         )
     return slots
 

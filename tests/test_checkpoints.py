@@ -93,7 +93,7 @@ def test_what_memory_does_not_hold_in_float32_stays_quantised_and_that_is_said(
     loaded = load_model(str(tmp_path / "toy"), progress=said.append)
     assert said == [
         "loading toy",
-        "its weights take 0.0 GiB in float32, and this machine has 0.0 GiB: they stay as they are, "
+        "its weights take 0.0 GiB in float32, and there are 0.0 GiB here: they stay as they are, "
         "which is many times slower here",
     ]
     assert mx.uint32 in {array.dtype for _, array in parameters(loaded.model)}

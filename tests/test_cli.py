@@ -258,7 +258,7 @@ def test_a_pool_larger_than_the_machine_is_refused_with_both_sizes(
     arguments = ["generate", "-p", "hi", "--model", folder, "--kv-memory", "900TiB"]
     last = refusal(capsys, WRONG_USAGE, *arguments)
     assert re.fullmatch(
-        r"[0-9]+ blocks take 921600\.0 GiB, but this machine has [0-9.]+ GiB of memory: "
+        r"[0-9]+ blocks take 921600\.0 GiB, but there are [0-9.]+ GiB of memory here: "
         r"give fewer with num_blocks or kv_memory",
         last,
     )

@@ -187,6 +187,10 @@ class Leaning:
 
 LENGTHS = (30, 12, 30, 21)
 """Tokens of each answer: where one ends, those behind it are fed from other places."""
+PLAIN = tuple(
+    Parameters(length, temperature=float(number % 2), seed=number)
+    for number, length in enumerate(LENGTHS)
+)
 
 
 @pytest.fixture
@@ -194,27 +198,27 @@ def _unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_kernel, "sampler_for", lambda sampler, _: (sampler, ""))
 
 
-def _answers(sampler: Leaning) -> list[tuple[int, ...]]:
+def _answers(sampler: Leaning, asked: tuple[Parameters, ...] = PLAIN) -> list[list[Update]]:
+    """What is told of each of these requests, at once, with a step in flight."""
     geometry = Geometry(block_size=4, groups=(Group(num_blocks=64),))
     kernel = ModelKernel(tiny_llama(3, layers=LAYERS), geometry, dialect=InGraph(sampler))
     assert kernel.attention == "tables"
     sampler.calls = 0
     engine = Engine(lambda: Parts(kernel, Policy(lookahead=True)))
     engine.open()
-    told: list[tuple[int, ...]] = [() for _ in LENGTHS]
-    for number, length in enumerate(LENGTHS):
-
-        def sink(update: Update, number: int = number) -> None:
-            told[number] += tuple(update.tokens)
-
-        drawn: dict[str, Any] = {"temperature": 1.0, "seed": number} if number % 2 else {}
-        engine.submit(Submission((7, 8 + number), Parameters(max_tokens=length, **drawn)), sink)
+    told: list[list[Update]] = [[] for _ in asked]
+    for number, parameters in enumerate(asked):
+        engine.submit(Submission((7, 8 + number), parameters), told[number].append)
     while engine.step():
         pass
     engine.stop()
     assert engine.status()["divergences"] == 0
-    assert tuple(map(len, told)) == LENGTHS
+    assert [len(_tokens(it)) for it in told] == [it.max_tokens for it in asked]
     return told
+
+
+def _tokens(updates: list[Update]) -> list[int]:
+    return [token for update in updates for token in update.tokens]
 
 
 @pytest.mark.usefixtures("_unchecked")
@@ -227,7 +231,45 @@ def test_samples_are_drawn_in_the_graph_of_their_step(monkeypatch: pytest.Monkey
     monkeypatch.setattr(Forward, "draws", lambda *_: False)
     assert _answers(apart) == found
     assert apart.calls >= 30
-    assert len(set(found)) == len(LENGTHS)
+    assert len({tuple(_tokens(it)) for it in found}) == len(LENGTHS)
+
+
+OTHERS = {
+    "a bias": Parameters(20, logit_bias=((3, 100.0),)),
+    "a penalty": Parameters(20, frequency_penalty=2.0),
+    "a memory of the prompt": Parameters(20, repetition_penalty=1.5),
+    "log-probabilities": Parameters(20, logprobs=2),
+}
+
+
+@pytest.mark.usefixtures("_unchecked")
+@pytest.mark.parametrize("what", OTHERS)
+def test_one_row_whose_logits_are_changed_or_told_takes_its_step_out_of_the_graph(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = (Parameters(30), OTHERS[what], Parameters(25, temperature=1.0, seed=7))
+    sampler = Leaning()
+    found = _answers(sampler, asked)
+    assert sampler.calls >= 20  # one for each token of the row that is not plain
+    monkeypatch.setattr(Forward, "draws", lambda *_: False)
+    assert _answers(Leaning(), asked) == found
+    plain = _answers(Leaning(), (asked[0], Parameters(20), asked[2]))
+    assert found[1] != plain[1]
+    if what == "a bias":
+        assert _tokens(found[1]) == [3] * 20
+    if what == "log-probabilities":
+        assert [len(it.logprobs[0].top) for it in found[1] if it.tokens] == [2] * 20
+
+
+def test_rows_of_adapters_are_not_drawn_in_the_graph() -> None:
+    geometry = Geometry(block_size=4, groups=(Group(num_blocks=8),))
+    dialect = InGraph(Leaning())
+    forward = Forward(tiny_llama(2, layers=LAYERS), dialect=dialect, sampler=dialect.sampler)
+    metadata = build(Batch(1, (Book(geometry).append(0, [5]),)), geometry)
+    other = Serving(None, (), np.empty(0, np.int32))  # type: ignore[arg-type]
+    assert metadata.sampled == (0,)
+    assert forward.draws(StepContext(metadata, dialect=dialect))
+    assert not forward.draws(StepContext(metadata, serving=other, dialect=dialect))
 
 
 @pytest.mark.usefixtures("_unchecked")

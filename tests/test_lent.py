@@ -11,7 +11,7 @@ from kernel import blas, extension, lent
 
 GIB = 2**30
 LIBRARIES = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-NAMES = (*LIBRARIES, "OMP_NUM_THREADS", extension.THREADS)
+NAMES = (*LIBRARIES, "OMP_NUM_THREADS", "GOTO_NUM_THREADS", extension.THREADS)
 V2 = "0::/kube/pod/server\n"
 V1 = "5:memory:/docker/abc\n4:cpu,cpuacct:/docker/abc\n1:name=systemd:/docker/abc\n0::/\n"
 
@@ -68,7 +68,7 @@ def test_version_1_tells_it_in_a_folder_for_each_controller(tell) -> None:
     files = {"cpu.cfs_quota_us": "150000", "cpu.cfs_period_us": "50000"}
     tell(
         V1,
-        {f"cpu,cpuacct/docker/abc/{name}": text for name, text in files.items()}
+        {f"cpu/docker/abc/{name}": text for name, text in files.items()}
         | {"memory/docker/abc/memory.limit_in_bytes": str(5 * GIB)}
         | {"memory/memory.limit_in_bytes": "9223372036854771712"},
     )
@@ -82,7 +82,7 @@ def test_a_container_that_sees_its_own_group_at_the_top_reads_it_there(tell) -> 
 
 def test_no_quota_and_files_that_say_nothing_are_no_limit(tell) -> None:
     files = {"cpu.cfs_quota_us": "-1", "cpu.cfs_period_us": "100000"}
-    tell(V1 + "nonsense\n", {f"cpu,cpuacct/{name}": text for name, text in files.items()})
+    tell(V1 + "nonsense\n", {f"cpu/{name}": text for name, text in files.items()})
     assert lent.cores() == 64
     tell(V2, {CPU: "", MEMORY: ""})
     assert (lent.cores(), lent.memory_bytes()) == (64, 512 * GIB)
@@ -99,7 +99,7 @@ def test_threads_are_as_many_as_the_cores_that_are_lent(
     assert os.environ[extension.THREADS] == "3"
 
 
-@pytest.mark.parametrize("name", ["OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"])
+@pytest.mark.parametrize("name", ["OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "GOTO_NUM_THREADS"])
 def test_a_number_of_threads_that_somebody_gave_stays(
     tell, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -107,7 +107,7 @@ def test_a_number_of_threads_that_somebody_gave_stays(
     monkeypatch.setenv(name, "7")
     blas._share_cores()
     assert os.environ[name] == "7"
-    assert os.environ.get("OPENBLAS_NUM_THREADS") == ("7" if name.startswith("OPEN") else None)
+    assert os.environ.get("MKL_NUM_THREADS") == ("3" if name.startswith("OPENBLAS") else None)
 
 
 def test_where_all_cores_are_lent_libraries_count_them_themselves(tell) -> None:

@@ -175,7 +175,7 @@ def test_settings_for_what_a_model_does_not_keep_are_refused() -> None:
             pool_blocks(asked, states)
     with pytest.raises(SettingsError, match=r"^this model keeps no states: leave num_slots out$"):
         pool_slots(Settings(num_slots=9), rows)
-    with pytest.raises(SettingsError, match=r"slots take .* GiB, but this machine has"):
+    with pytest.raises(SettingsError, match=r"slots take .* GiB, but there are"):
         pool_slots(Settings(num_slots=1 << 30), states)
 
 

@@ -28,9 +28,11 @@ class Scratch {
 
   void grow(size_t wanted) {
     std::free(data_);
-    size_ = (wanted + kPage - 1) / kPage * kPage;
-    data_ = std::aligned_alloc(kPage, size_);
+    size_ = 0;
+    wanted = (wanted + kPage - 1) / kPage * kPage;
+    data_ = std::aligned_alloc(kPage, wanted);
     if (data_ == nullptr) throw std::bad_alloc();
+    size_ = wanted;
   }
 
   void* data_ = nullptr;

@@ -80,7 +80,7 @@ def main(arguments: list[str]) -> int:
 
         table.section(f"{model}, through HTTP, streamed, beside other servers")
         rows = serving.over_http(
-            serving.chosen([]), serving.loads(), path=FOLDER / "mlxtape-serving.json"
+            serving.chosen([]), serving.loads(["all"]), path=FOLDER / "mlxtape-serving.json"
         )
         serving.against_plain_loops(table, rows, plain)
     path = FOLDER / "mlxtape-bench.json"
