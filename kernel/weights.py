@@ -68,7 +68,7 @@ def load_model(path_or_name: str, *, progress: Progress | None = None) -> Loaded
     if path_or_name not in BUNDLED:
         name = path.resolve().name.removesuffix(".gguf")
     tell(f"loading {name}")
-    return _from_folder(path, name, tell) if path.is_dir() else _from_gguf(path, name)
+    return (_from_folder if path.is_dir() else _from_gguf)(path, name, tell)
 
 
 def load_tokenizer(path_or_name: str) -> tuple[Tokenizer, str]:
@@ -101,14 +101,17 @@ def _path_of(path_or_name: str, progress: Progress | None) -> Path:
     )
 
 
-def _from_gguf(path: Path, name: str) -> LoadedModel:
+def _from_gguf(path: Path, name: str, tell: Progress) -> LoadedModel:
     held = read_gguf(path, mx.float32 if on_cpu() else mx.float16)
+    wide = on_cpu() and _fits(sum(it.size for it in held.weights.values()), "in float16", tell)
+    if on_cpu() and not wide:
+        held = read_gguf(path, mx.float16)
     model = build_model(held.config)
     _check_tensors(path, model, held.weights)
     if held.rope_factors is not None:
         _stretch_rope(path, model, held)
     model.load_weights(list(held.weights.items()))
-    if on_cpu():
+    if wide:
         modules = dict(model.named_modules())
         for weight, numbers in held.narrow.items():
             keep(modules[weight.removesuffix(".weight")], numbers)
@@ -140,12 +143,7 @@ def _from_folder(path: Path, name: str, tell: Progress) -> LoadedModel:
 def _widened(model: Any, tell: Progress) -> Any:
     """The model in float32, as far as memory allows."""
     total: int = get_total_parameters(model)  # type: ignore[no-untyped-call]
-    bytes_needed, memory = 4 * total, memory_bytes()
-    if bytes_needed > memory:
-        tell(
-            f"its weights take {bytes_needed / 2**30:.1f} GiB in float32, and there are "
-            f"{memory / 2**30:.1f} GiB here: they stay as they are, which is many times slower here"
-        )
+    if not _fits(total, "as they are", tell):
         return model
     narrow = {name: found for name, it in model.named_modules() if (found := narrow_of(it))}
     model.set_dtype(mx.float32)  # scales first: in a narrower type each weight would be rounded
@@ -155,6 +153,17 @@ def _widened(model: Any, tell: Progress) -> Any:
         if name in narrow:
             keep(module, narrow[name])
     return model
+
+
+def _fits(weights: int, otherwise: str, tell: Progress) -> bool:
+    """Whether memory holds so many weights in float32; tells what is done otherwise."""
+    bytes_needed, memory = 4 * weights, memory_bytes()
+    if bytes_needed > memory:
+        tell(
+            f"its weights take {bytes_needed / 2**30:.1f} GiB in float32, and there are "
+            f"{memory / 2**30:.1f} GiB here: they are held {otherwise}, which is many times slower"
+        )
+    return bytes_needed <= memory
 
 
 def _loaded(

@@ -93,8 +93,8 @@ def test_what_memory_does_not_hold_in_float32_stays_quantised_and_that_is_said(
     loaded = load_model(str(tmp_path / "toy"), progress=said.append)
     assert said == [
         "loading toy",
-        "its weights take 0.0 GiB in float32, and there are 0.0 GiB here: they stay as they are, "
-        "which is many times slower here",
+        "its weights take 0.0 GiB in float32, and there are 0.0 GiB here: they are held as they "
+        "are, which is many times slower",
     ]
     assert mx.uint32 in {array.dtype for _, array in parameters(loaded.model)}
     np.testing.assert_allclose(logits(loaded.model), logits(held), atol=1e-5)

@@ -278,6 +278,27 @@ def test_a_gguf_gives_the_logits_of_the_folder_it_was_made_from(tmp_path: Path, 
     assert (loaded.name, loaded.layers, loaded.context_tokens) == ("toy", 2, 128)
 
 
+def test_a_gguf_that_memory_does_not_hold_in_float32_is_held_in_float16_and_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny.tiny_config()
+    weights = tiny.tiny_weights(config)
+    tensors = tiny.gguf_tensors(config, weights)
+    kinds = {"blk.1.ffn_down.weight": tiny.Q4_0}
+    path = tiny.write_gguf(tmp_path / "toy.gguf", tiny.gguf_metadata(config), tensors, kinds)
+    wanted = logits(load_model(str(path)).model)
+    monkeypatch.setattr("kernel.weights.memory_bytes", lambda: 1 << 16)
+    said: list[str] = []
+    loaded = load_model(str(path), progress=said.append)
+    assert said == [
+        "loading toy",
+        "its weights take 0.0 GiB in float32, and there are 0.0 GiB here: they are held in "
+        "float16, which is many times slower",
+    ]
+    assert {array.dtype for _, array in parameters(loaded.model)} == {mx.float16}
+    np.testing.assert_allclose(logits(loaded.model), wanted, atol=2e-2)
+
+
 @pytest.mark.parametrize("kind", [tiny.F32, tiny.F16, tiny.Q4_0, tiny.Q4_1, tiny.Q8_0])
 def test_each_gguf_type_is_read_exactly(tmp_path: Path, kind: int) -> None:
     config = tiny.tiny_config()
