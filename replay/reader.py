@@ -200,6 +200,11 @@ class Tape:
                 self.notes.append(f"the tape starts at segment {header.segment}: older ones went")
             return
         expected = self.header.segment + self._segment - 1
+        if not header.segment:
+            raise Unusable(
+                f"{source}: another tape begins where segment {expected} of this one should "
+                "follow: replay each by itself"
+            )
         if header.segment != expected:
             raise Unusable(f"{source} is segment {header.segment}, where {expected} should follow")
         if header.geometry != self.header.geometry or header.model != self.header.model:

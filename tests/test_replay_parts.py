@@ -202,7 +202,9 @@ def test_two_runs_one_behind_the_other_are_refused(
     path = tmp_path / "twice.log"
     path.write_bytes(data + data)
     assert main([str(path)]) == UNUSABLE
-    assert "is segment 0, where 1 should follow" in capsys.readouterr().err
+    assert (
+        "another tape begins where segment 1 of this one should follow" in capsys.readouterr().err
+    )
 
 
 def test_comparing_one_sequence_leaves_the_others_out(tmp_path: Path) -> None:
