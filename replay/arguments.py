@@ -52,4 +52,5 @@ def named_folder(text: str) -> tuple[str, str]:
 
 def tell(text: str) -> None:
     """A line for a person, on the error stream."""
-    print(f"replay: {text}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # nobody has to read it
+        print(f"replay: {text}", file=sys.stderr, flush=True)

@@ -67,6 +67,7 @@ COMMANDS: dict[str, Command] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code."""
+    _open_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = arguments[0] if arguments else ""
     module, rest = "rerun", arguments
@@ -78,19 +79,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(end="", flush=True)  # standard output may be closed: print knows
         return code
     except ReplayError as error:
-        print(f"replay: {error}", file=sys.stderr)
+        _say(str(error))
         return UNUSABLE
     except BrokenPipeError:
         _let_go_of_output()
         return NOT_READ
     except OSError as error:
         where = "" if error.filename is None else f"{error.filename}: "
-        print(f"replay: {where}{error.strerror or error}", file=sys.stderr)
+        _say(f"{where}{error.strerror or error}")
         _let_go_of_output()
         return UNUSABLE
     except KeyboardInterrupt:
-        print("replay: interrupted", file=sys.stderr)
+        _say("interrupted")
         return INTERRUPTED
+
+
+def _open_streams() -> None:
+    """A stream that whoever began this closed is one that nothing comes from, or goes to."""
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull)  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+
+
+def _say(sentence: str) -> None:
+    """On the error stream; an exit code says the rest where that cannot be written."""
+    with contextlib.suppress(OSError):
+        print(f"replay: {sentence}", file=sys.stderr, flush=True)
 
 
 def _check(arguments: list[str]) -> None:

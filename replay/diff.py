@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Struct
 
 from .arguments import TAPE_HELP
-from .endings import LIVE, Ending, Endings, Name, external_ids
+from .endings import LIVE, Ending, Endings, Name, asked_for, external_ids
 from .errors import Unusable
 from .progress import progress
 from .reader import STDIN, Tape, keep_stdin
@@ -131,7 +131,7 @@ class _Comparison:
             found: Difference | None = _at(PROMPT, good, bad, -1)
         else:
             found = self._tokens(good, bad)
-            if found is None and good.arrived.parameters != bad.arrived.parameters:
+            if found is None and asked_for(good.arrived) != asked_for(bad.arrived):
                 found = _at(PARAMETERS, good, bad, -1)
         if found is not None:
             self.differing[found.kind] += 1

@@ -1,9 +1,9 @@
 """Endings: the requests of a tape as they end, each with all that was sampled for it.
 
 Names a request so that the same one of another run has the same name: by its external id where
-both runs have it, else by its prompt, parameters and namespace; of several alike, by which one in
-order of arrival it is. Memory grows with the requests that are live at once, and 8 bytes a request.
-Compares nothing.
+both runs have it, else by its prompt, parameters (a seed where it decides) and namespace; of
+several alike, by which one in order of arrival it is. Memory grows with the requests that are live
+at once, and 8 bytes a request. Compares nothing.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from collections.abc import Iterable, Iterator, Set
 
 import msgspec
 from attrs import frozen
+from msgspec import structs
 from xxhash import xxh3_64_intdigest, xxh3_128_intdigest
 
 from statemachine import events as ev
 from statemachine.records import (
     Checkpoint,
     Gap,
+    Parameters,
     Record,
     RequestArrived,
     RequestCancelled,
@@ -96,10 +98,17 @@ class Names:
         digest = _hash(arrived.external_id)
         alike = ("id", digest)
         if not arrived.external_id or digest not in self._shared:
-            content = arrived.tokens, arrived.parameters, arrived.namespace
+            content = arrived.tokens, asked_for(arrived), arrived.namespace
             alike = ("content", xxh3_128_intdigest(msgspec.msgpack.encode(content)))
         self._alike[alike] += 1
         return (*alike, self._alike[alike])
+
+
+def asked_for(arrived: RequestArrived) -> Parameters:
+    """What decides about an answer: where nothing is drawn, a seed does not."""
+    parameters = arrived.parameters
+    drawn = parameters.temperature > 0 and parameters.top_k != 1
+    return parameters if drawn else structs.replace(parameters, seed=0)
 
 
 class Endings:

@@ -32,6 +32,7 @@ from .errors import Unusable
 from .fold import EACH_EVENT
 from .judge import first_divergence
 from .reader import Tape
+from .rewrite import check_place
 from .run import DEPTHS, FOLD, PLAN, REFERENCE, Options, checker_for
 
 if TYPE_CHECKING:
@@ -126,6 +127,7 @@ def write_test(path: str, output: str, options: Options) -> TestReport:
     not diverge, and where the output cannot be written.
     """
     place = Path(output)
+    check_place(path, output)
     if not _NAME.fullmatch(place.name):
         raise Unusable(f"{output} is no name that pytest finds: call it test_SOMETHING.py")
     records = list(Tape(path))
@@ -138,9 +140,14 @@ def write_test(path: str, output: str, options: Options) -> TestReport:
     packed = zlib.compress(data, 9)
     beside = "" if len(packed) <= EMBEDDED_MAX else place.with_suffix(".tape").name
     text = _text(found, depth, wrong, packed, beside, options)
+    held = place.with_suffix(".tape")
+    if beside and held.exists() and held.read_bytes() != data:
+        raise Unusable(
+            f"{held}, where the tape would go, holds another one: give the test another name"
+        )
     try:
         if beside:
-            place.with_suffix(".tape").write_bytes(data)
+            held.write_bytes(data)
         place.write_text(text, encoding="utf-8")
     except OSError as error:
         raise Unusable(f"{output} cannot be written: {error.strerror}") from error

@@ -130,6 +130,34 @@ def test_the_same_request_with_other_parameters_is_said(tmp_path: Path) -> None:
     assert (report.first.good.token, report.first.bad.token is None) == (None, False)
 
 
+def seeded(records: list[Record], by: int, **parameters: float) -> list[Record]:
+    """The records, each request with a seed of its own, as a server draws them."""
+    return [
+        structs.replace(
+            it, parameters=structs.replace(it.parameters, seed=it.request + by, **parameters)
+        )
+        if isinstance(it, RequestArrived)
+        else it
+        for it in records
+    ]
+
+
+def test_seeds_that_decide_nothing_do_not_tell_requests_apart(tmp_path: Path) -> None:
+    good, bad = seeded(run(), 100), seeded(run(), 200)
+    report = compared(tmp_path, good, bad)
+    assert (report.same, report.matched, report.matched_by_id) == (True, 6, 0)
+    ids = [named(it, lambda arrived: str(arrived.request)) for it in (good, bad)]
+    assert (compared(tmp_path, *ids).same, compared(tmp_path, *ids).matched_by_id) == (True, 6)
+
+
+def test_seeds_of_drawn_answers_are_among_the_parameters(tmp_path: Path) -> None:
+    runs = [
+        named(seeded(run(), by, temperature=1.0), lambda arrived: str(arrived.request))
+        for by in (100, 200)
+    ]
+    assert compared(tmp_path, *runs).differing == {"parameters": 6}
+
+
 def test_a_run_without_some_requests_is_another_run(tmp_path: Path) -> None:
     report = compared(tmp_path, run(), run(given=tuple(prompts(6, seed=3)[:4])))
     assert (report.exit_code, report.only_good, report.only_bad, report.matched) == (1, 2, 0, 4)

@@ -15,7 +15,7 @@ import zstandard
 
 from replay.cli import main
 from replay.reader import Tape
-from replay.run import UNUSABLE
+from replay.run import CLEAN, TORN, UNUSABLE
 from statemachine.codec import TapeEncoder
 from statemachine.records import Checkpoint, Header, TapeEnded
 
@@ -251,3 +251,22 @@ def test_no_new_tape_is_put_among_the_segments_of_the_one_it_is_made_of(
     said = refused(capsys, command, str(tmp_path), "-o", str(new))
     assert f"{new} would be read as a part of {tmp_path}: give it another place" in said
     assert not new.exists()
+
+
+@pytest.mark.parametrize("closed", ["2>&-", "2>/dev/full"])
+def test_the_exit_code_is_right_where_the_error_stream_cannot_be_written(
+    closed: str, tmp_path: Path
+) -> None:
+    cut = tmp_path / "cut.log"
+    cut.write_bytes(GOLDEN.read_bytes()[:-3])
+    nothing = tmp_path / "nothing"
+    command = f"{sys.executable} -m replay.cli"
+    for asked, code in (
+        (f"{GOLDEN}", CLEAN),
+        (f"{cut}", TORN),
+        (f"{nothing}", UNUSABLE),
+        ("- <&-", UNUSABLE),
+    ):
+        shell = ["bash", "-c", f"{command} {asked} {closed}"]
+        done = subprocess.run(shell, stdout=subprocess.PIPE, check=False)
+        assert done.returncode == code, (asked, done.stdout)

@@ -221,3 +221,23 @@ def test_what_no_test_can_be_made_of_is_said_in_one_sentence_with_exit_2(
         error = capsys.readouterr().err
         assert said in error
         assert error.count("\n") == 1
+
+
+def test_no_tape_is_written_over_by_a_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tape = taped("S13", tmp_path)
+    data = tape.read_bytes()
+    itself = tmp_path / "test_S13.py"
+    itself.write_bytes(data)
+    with pytest.raises(Unusable, match=r"test_S13\.py is the tape itself, which is never changed"):
+        write_test(str(itself), str(itself), SHALLOWEST)
+    monkeypatch.setattr(pytestfile, "EMBEDDED_MAX", 0)
+    other = tmp_path / "test_incident.tape"
+    other.write_bytes(b"another tape")
+    with pytest.raises(
+        Unusable, match=r"test_incident\.tape, where the tape would go, holds anoth"
+    ):
+        write_test(str(tape), str(tmp_path / "test_incident.py"), SHALLOWEST)
+    assert (itself.read_bytes(), other.read_bytes()) == (data, b"another tape")
+    other.unlink()
+    for _ in range(2):  # the same tape may be written again
+        assert write_test(str(tape), str(other.with_suffix(".py")), SHALLOWEST).beside == other.name
