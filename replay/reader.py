@@ -14,7 +14,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -232,21 +232,29 @@ class Tape:
                 yield chunk
                 chunk = self._next(file)
             return
+        rest = memoryview(chunk)
+        while rest:  # frames, one behind the other (RFC 8878, section 3): parts that were joined
+            rest = yield from self._unpacked(rest, file)
+            if len(rest) < len(ZSTD_MAGIC):
+                rest = memoryview(bytes(rest) + self._next(file))
+            if rest and rest[: len(ZSTD_MAGIC)] != ZSTD_MAGIC:
+                raise zstandard.ZstdError("bytes follow the end of the compressed stream")
+
+    def _unpacked(self, chunk: memoryview, file: IO[bytes]) -> Generator[bytes, None, memoryview]:
+        """What a zstd frame holds, which begins with `chunk`; returns bytes read behind it."""
         unpacker = zstandard.ZstdDecompressor().decompressobj()
         parts, size = [], 0
         while chunk:
             for at in range(0, len(chunk), PIECE_BYTES):
-                parts.append(unpacker.decompress(chunk[at : at + PIECE_BYTES]))
+                piece = chunk[at : at + PIECE_BYTES]
+                parts.append(unpacker.decompress(piece))
                 size += len(parts[-1])
                 if size >= UNPACKED_BYTES or unpacker.eof:
                     yield b"".join(parts)
                     parts, size = [], 0
                 if unpacker.eof:
-                    rest = unpacker.unused_data or chunk[at + PIECE_BYTES :]
-                    if rest or file.read(1):
-                        raise zstandard.ZstdError("bytes follow the end of the compressed stream")
-                    return
-            chunk = self._next(file)
+                    return chunk[at + len(piece) - len(unpacker.unused_data) :]
+            chunk = memoryview(self._next(file))
         yield b"".join(parts)
         raise _Cut("the compressed tape stops early")
 

@@ -209,6 +209,23 @@ def test_a_compressed_tape_reads_like_the_plain_one_and_can_be_torn(tmp_path: Pa
         list(Tape(write(tmp_path, packed + b"more", "long.zst")))
 
 
+@pytest.mark.parametrize("chunk", [1 << 20, 300, 7, 5])
+def test_parts_that_were_compressed_apart_and_joined_are_one_tape(
+    chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("replay.reader.CHUNK_BYTES", chunk)
+    pack = zstandard.ZstdCompressor().compress
+    parts = [pack(TAPE[at : at + 700]) for at in range(0, len(TAPE), 700)]
+    assert len(parts) > 3
+    plain: list[Record] = list(Tape(str(golden.PATH)))
+    assert list(Tape(write(tmp_path, b"".join(parts), "joined.zst"))) == plain
+    cut = b"".join(parts[:3]) + parts[3][:9]
+    assert replay(write(tmp_path, cut, "cut.zst"), Options()).exit_code == TORN
+    for more in (b"x", b"more", parts[0][1:]):
+        with pytest.raises(Unusable, match="bytes follow the end"):
+            list(Tape(write(tmp_path, b"".join(parts) + more, "long.zst")))
+
+
 def test_standard_input_reads_like_a_file(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

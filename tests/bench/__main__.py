@@ -61,20 +61,19 @@ def main(arguments: list[str]) -> int:
     if GROWTH in sections:
         growth.curves(table)
         growth.profile()
-    if "kernels" in sections:
+    if {"kernels", "model"}.intersection(sections):
         from kernel.weights import load_model
 
         from .kernels import kernels
-
-        table.section(f"kernels of this device, {model}'s shapes, a call in a chain")
-        kernels(table, load_model(model).model)
-    if "model" in sections:
-        from kernel.weights import load_model
-
         from .throughput import throughput
 
-        table.section(f"{model}, in process (answers of 24 tokens, contexts of 128)")
-        plain = throughput(table, load_model(model))
+        loaded = load_model(model)
+        if "kernels" in sections:
+            table.section(f"kernels of this device, {model}'s shapes, a call in a chain")
+            kernels(table, loaded.model)
+        if "model" in sections:
+            table.section(f"{model}, in process (answers of 24 tokens, contexts of 128)")
+            plain = throughput(table, loaded)
     if "http" in sections:
         from . import serving
 
