@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -114,3 +116,11 @@ def test_where_all_cores_are_lent_libraries_count_them_themselves(tell) -> None:
     tell(V2, {})
     blas._share_cores()
     assert "OPENBLAS_NUM_THREADS" not in os.environ
+
+
+def test_the_library_that_multiplies_has_as_many_threads_as_cores_are_lent() -> None:
+    lines = "import os; os.cpu_count = lambda: 64; from kernel import blas; blas.cores = lambda: 1"
+    code = f"{lines}; print(blas.load_blas())"
+    environment = {name: it for name, it in os.environ.items() if name not in NAMES}
+    told = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True)
+    assert told.endswith(" 1 threads\n")
